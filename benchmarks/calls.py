@@ -1,6 +1,6 @@
 """Small calls on a worker in another process, many at once, as rollout workers make them on environments.
 
-`crowded` calls travel together, `single` ones each alone. The floor is a bare Ray actor with the same method. Each is
+`batched` calls travel together, `single` ones each alone. The floor is a bare Ray actor with the same method. Each is
 called by as many callers as `--callers`, again and again, and all take turns in one run: microseconds of wall time, and
 of CPU time of both processes, a call.
 """
@@ -37,7 +37,7 @@ class Echo(Worker):
     async def single(self, number: int) -> int:
         return number
 
-    @dispatch(Dispatch.ONE, crowded=True)
+    @dispatch(Dispatch.ONE, batched=True)
     async def crowded(self, number: int) -> int:
         return number
 

@@ -47,7 +47,7 @@ class BatchedClient:
         self._worker = worker
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._number = 0
-        self._line: BatchedChannel[Packed, list[Packed]] = BatchedChannel(
+        self._channel: BatchedChannel[Packed, list[Packed]] = BatchedChannel(
             lambda calls: self._in_time(post(client, calls), "a crowd of calls", deadline_s),
             lambda: self._in_time(answers(client), "whether there are answers", POLL_S + deadline_s),
             take=self._take,
@@ -60,12 +60,12 @@ class BatchedClient:
         call = (self._number, packed)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._waiting[call[0]] = answer
-        self._line.post(call)
+        self._channel.post(call)
         try:
             # waits: `Cluster` bounds every call
             return await answer
         except asyncio.CancelledError:
-            self._line.take_back(call)
+            self._channel.take_back(call)
             raise
         finally:
             del self._waiting[call[0]]

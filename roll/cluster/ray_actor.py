@@ -96,7 +96,7 @@ class _Actor:
         elif gpus is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus
         self._host = WorkerRuntime(place, log, self._get, ray.put, log_bytes)
-        self._desk = BatchedServer(self._host.call_packed)
+        self._batched_server = BatchedServer(self._host.call_packed)
 
     async def _get(self, refs: Sequence[Any]) -> Sequence[Columns]:
         return await asyncio.to_thread(get_all, refs, self._deadline_s)
@@ -116,10 +116,10 @@ class _Actor:
         return await self._host.call(method, args, kwargs)
 
     async def post(self, client: str, calls: list[Packed]) -> None:
-        self._desk.post(client, calls)
+        self._batched_server.post(client, calls)
 
     async def answers(self, client: str) -> list[Packed]:
-        return await self._desk.answers(client)
+        return await self._batched_server.answers(client)
 
     async def close(self) -> None:
         await self._host.close()
@@ -175,7 +175,7 @@ class RayHandle:
         self._deadline_s = deadline_s
         self._where = where
         self._crowded = crowded
-        self._crowd: BatchedClient | None = None
+        self._batched_client: BatchedClient | None = None
         self._traffic = traffic
         self._home: ActorLocation | None = None
 
@@ -218,9 +218,9 @@ class RayHandle:
             packed = cloudpickle.dumps((method, args, kwargs))
         except Exception as error:
             raise self._unsendable(method, error) from error
-        if self._crowd is None:
-            self._crowd = self._new_crowd()
-        answer = await self._crowd.call(packed)
+        if self._batched_client is None:
+            self._batched_client = self._new_batched_client()
+        answer = await self._batched_client.call(packed)
         if self._traffic is not None:
             self._traffic.bytes += len(packed) + len(answer)
         try:
@@ -229,7 +229,7 @@ class RayHandle:
             opened = unsent(CallFailure.of(error, self.place.name, method, self._where))
         return self._open(opened)
 
-    def _new_crowd(self) -> BatchedClient:
+    def _new_batched_client(self) -> BatchedClient:
         actor = self._reached
 
         async def post(client: str, calls: list[Packed]) -> None:
@@ -297,7 +297,7 @@ class RayHandle:
     def become(self, other: RayHandle) -> None:
         """Switches this handle to the actor of another handle: the restarted worker."""
         self._actor, self._where, self._home = other._actor, other._where, other._home
-        self._crowded, self._crowd = other._crowded, None
+        self._crowded, self._batched_client = other._crowded, None
         self.incarnation += 1
 
 

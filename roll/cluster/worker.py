@@ -40,7 +40,7 @@ class DispatchSpec:
     dispatch: Dispatch
     join: Join | None = None
     raises: tuple[type[Exception], ...] = ()
-    crowded: bool = False
+    batched: bool = False
 
 
 def dispatch(
@@ -48,19 +48,19 @@ def dispatch(
     join: Join | None = None,
     *,
     raises: tuple[type[Exception], ...] = (),
-    crowded: bool = False,
+    batched: bool = False,
 ) -> Callable[[F], F]:
     """`raises` lists exceptions that are valid results of the call, such as a rejection: they reach the caller unchanged
-    from any worker. For other exceptions a worker in another process sends a description, a `WorkerError`. `crowded`:
+    from any worker. For other exceptions a worker in another process sends a description, a `WorkerError`. `batched`:
     many such calls are in flight at once, and they are sent to another process in batches; their arguments and results
     must not contain token columns."""
     if (dispatch is Dispatch.DATA) != (join is not None):
         raise TypeError("a method dispatched by data needs a join, and only such a method")
-    if crowded and dispatch is not Dispatch.ONE:
+    if batched and dispatch is not Dispatch.ONE:
         raise TypeError("only calls on one worker travel in a crowd")
 
     def mark(method: F) -> F:
-        setattr(method, _MARK, DispatchSpec(dispatch, join, raises, crowded))
+        setattr(method, _MARK, DispatchSpec(dispatch, join, raises, batched))
         return method
 
     return mark
@@ -76,7 +76,7 @@ def parallel_of(method: Callable[..., Any]) -> DispatchSpec:
 def crowded_methods(worker: type) -> frozenset[str]:
     """Names of a worker's methods whose calls are sent in batches."""
     marks = ((name, getattr(getattr(worker, name), _MARK, None)) for name in dir(worker))
-    return frozenset(name for name, mark in marks if isinstance(mark, DispatchSpec) and mark.crowded)
+    return frozenset(name for name, mark in marks if isinstance(mark, DispatchSpec) and mark.batched)
 
 
 class SharedArguments(tuple[Any, ...]):

@@ -109,7 +109,7 @@ class EngineClient:
         the completion of a later request with the same id."""
         self._count = [0] * len(engines)
         """In-flight requests per engine."""
-        self._lines = [self._line(engine) for engine in range(len(engines))]
+        self._channels = [self._channel(engine) for engine in range(len(engines))]
         self._ending: dict[str, asyncio.Task[None]] = {}
         """By request id: the task that is aborting it on its engine."""
 
@@ -128,11 +128,11 @@ class EngineClient:
         self._waiting[request.id] = waiting
         self._count[engine] += 1
         try:
-            self._lines[engine].post(request)
+            self._channels[engine].post(request)
             # waits: the runner has a deadline for every response
             return await waiting.answer
         except asyncio.CancelledError:
-            if not self._lines[engine].take_back(request):
+            if not self._channels[engine].take_back(request):
                 if not waiting.over:
                     self._forsaken[engine][request.id] += 1
                 await asyncio.shield(self._ended(engine, [request.id]))  # also if it is cancelled again
@@ -153,7 +153,7 @@ class EngineClient:
             if waiting is None or waiting.ending or waiting.over:
                 continue
             waiting.ending = True
-            if self._lines[waiting.engine].take_back(waiting.request):
+            if self._channels[waiting.engine].take_back(waiting.request):
                 waiting.over = True
                 if not waiting.answer.done():
                     waiting.answer.set_result(_nothing_drawn(id))
@@ -176,7 +176,7 @@ class EngineClient:
         return task
 
     async def _end(self, engine: int, ids: list[str]) -> None:
-        await self._lines[engine].arrived()
+        await self._channels[engine].arrived()
         await self._abort(engine, ids)
 
     async def _abort(self, engine: int, ids: Sequence[str]) -> None:
@@ -185,7 +185,7 @@ class EngineClient:
         except RemoteError as error:  # the engine died, and all of its requests with it
             self._fail(engine, error)
 
-    def _line(self, engine: int) -> BatchedChannel[Request, OutputBatch]:
+    def _channel(self, engine: int) -> BatchedChannel[Request, OutputBatch]:
         async def send(requests: list[Request]) -> None:
             self._refused(engine, await self._engines.call_rank(engine, InferWorker.submit, self._client, requests))
 

@@ -109,7 +109,7 @@ class RolloutWorker(Worker):
         self._outbox = _Outbox()
         self._lifecycle = Lifecycle(self._outbox)
         self._seats = EngineAssignments()
-        self._door: EngineClient | None = None
+        self._engine_client: EngineClient | None = None
         self._runner: SampleRunner | None = None
         self._held: dict[str, _Held] = {}
         self._home: dict[str, Sample] = {}
@@ -128,14 +128,14 @@ class RolloutWorker(Worker):
     ) -> None:
         """Sets the engines, Reward Workers and Environment Workers to use; called again after one was restarted."""
         helpers = Backends(rewards, environments)
-        if self._door is not None and self._runner is not None:
-            self._door.reconnect(engines)
+        if self._engine_client is not None and self._runner is not None:
+            self._engine_client.reconnect(engines)
             self._runner.reconnect(helpers)
             return
         # The random suffix keeps outputs for an earlier process of this worker apart.
-        self._door = EngineClient(engines, client=f"{self.place.name}/{secrets.token_hex(4)}")
+        self._engine_client = EngineClient(engines, client=f"{self.place.name}/{secrets.token_hex(4)}")
         self._runner = self.RUNNER(
-            self._door,
+            self._engine_client,
             helpers,
             self._renderer,
             self._lifecycle,

@@ -82,7 +82,7 @@ class RolloutPool:
         """In-flight samples per worker."""
         self._leases = [0] * len(workers)
         self.tokens = TokenRegistry(workers, self._inside)
-        self._lines = [self._line(worker) for worker in range(len(workers))]
+        self._lines = [self._channel(worker) for worker in range(len(workers))]
         self._seating: set[asyncio.Task[None]] = set()
         self.engine_trouble: Callable[[int, str], None] = lambda engine, reason: None
         """Called when a sample's engine died."""
@@ -254,7 +254,7 @@ class RolloutPool:
 
     # Reports of workers
 
-    def _line(self, worker: int) -> BatchedChannel[WorkerCommand, Report]:
+    def _channel(self, worker: int) -> BatchedChannel[WorkerCommand, Report]:
         async def send(orders: list[WorkerCommand]) -> None:
             await self._workers.call_rank(worker, RolloutWorker.take, orders)
 
@@ -305,7 +305,7 @@ class RolloutPool:
             if (engine := move.info.get("lost_engine")) is not None:
                 self.engine_trouble(engine, move.reason)
             sample.tries = int(move.info.get("try", sample.tries))
-            self._seat_again(out, sample)
+            self._reassign(out, sample)
         elif move.state == "generating":
             if sample.id in out.seatless:  # its next turn, after its environment acted
                 out.seatless.discard(sample.id)
@@ -341,14 +341,14 @@ class RolloutPool:
         for seating in out.seating.values():
             seating.cancel()
 
-    def _seat_again(self, out: _Out, sample: Sample) -> None:
+    def _reassign(self, out: _Out, sample: Sample) -> None:
         if sample.id in out.seating:
             return
-        task = out.seating[sample.id] = asyncio.create_task(self._seat(out, sample))
+        task = out.seating[sample.id] = asyncio.create_task(self._assign(out, sample))
         self._seating.add(task)
         task.add_done_callback(self._seating.discard)
 
-    async def _seat(self, out: _Out, sample: Sample) -> None:
+    async def _assign(self, out: _Out, sample: Sample) -> None:
         try:
             ticket = await self._router.reserve(1, priority=sample.priority, order=sample.group)
         except Exception as error:

@@ -39,7 +39,7 @@ class SlotReservation:
 class _Want:
     rank: tuple[int, int, int]
     samples: int = field(compare=False)
-    seat: asyncio.Future[SlotReservation] = field(compare=False)
+    reservation: asyncio.Future[SlotReservation] = field(compare=False)
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Router:
     @property
     def waiting(self) -> int:
         """Reservations that are waiting for slots."""
-        return sum(not want.seat.done() for want in self._waiting)
+        return sum(not want.reservation.done() for want in self._waiting)
 
     def running(self, engine: int) -> int:
         """Reserved slots on an engine."""
@@ -106,9 +106,9 @@ class Router:
         try:
             return await self._patiently(want)
         except asyncio.CancelledError:
-            if want.seat.done() and not want.seat.cancelled():
-                self.release(want.seat.result())
-            want.seat.cancel()
+            if want.reservation.done() and not want.reservation.cancelled():
+                self.release(want.reservation.result())
+            want.reservation.cancel()
             raise
 
     def take(self, engine: int) -> SlotReservation:
@@ -175,18 +175,18 @@ class Router:
     async def _patiently(self, want: _Want) -> SlotReservation:
         while True:
             moves = self._moves
-            done, _ = await asyncio.wait([want.seat], timeout=self._deadline_s)
+            done, _ = await asyncio.wait([want.reservation], timeout=self._deadline_s)
             if done:
-                return want.seat.result()
+                return want.reservation.result()
             if self._moves == moves:
-                want.seat.cancel()
+                want.reservation.cancel()
                 why = "engines are full and nothing ends" if self._inside else "no engine has joined"
                 raise RunError(f"{why} for {self._deadline_s:g} s")
 
     def _settle(self) -> None:
         """Serves waiting reservations until the least full engine has no free slots."""
         while self._waiting and not self._held:
-            if self._waiting[0].seat.done():
+            if self._waiting[0].reservation.done():
                 heapq.heappop(self._waiting)
                 continue
             best = self._least_full()
@@ -197,7 +197,7 @@ class Router:
             engine.running += want.samples
             engine.since += want.samples
             self._push(best)
-            want.seat.set_result(SlotReservation(best, engine.incarnation, want.samples))
+            want.reservation.set_result(SlotReservation(best, engine.incarnation, want.samples))
 
     def _has_room(self, number: int, samples: int) -> bool:
         engine = self._engines[number]

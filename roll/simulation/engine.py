@@ -79,7 +79,7 @@ class _Request:
     """Drawn before it last joined the batch."""
     joined: int = 0
     """The engine's step at which it joined."""
-    seat: int = -1
+    slot: int = -1
     """Number of its admission; -1 while it waits and when it has left."""
     preempted: bool = False
 
@@ -181,10 +181,10 @@ class SimEngine:
         tokens = self.tokens_of(id)
         request = self._requests.pop(id)
         tokens = min(tokens, request.new_tokens - 1)
-        if request.seat < 0:
+        if request.slot < 0:
             self._look()
         else:
-            request.seat = -1
+            request.slot = -1
             self._leaving.append(request)
             if self._span is None:
                 self._let_leave()
@@ -234,7 +234,7 @@ class SimEngine:
 
     def _drawn(self, request: _Request, steps: int) -> int:
         """Tokens of a request after so many steps of the span."""
-        return request.tokens + (self._step + steps - request.joined if request.seat >= 0 else 0)
+        return request.tokens + (self._step + steps - request.joined if request.slot >= 0 else 0)
 
     def _queue(self, request: _Request) -> None:
         heapq.heappush(self._waiting, (-request.priority, request.arrival, request))
@@ -309,7 +309,7 @@ class SimEngine:
         finished = []
         while self._finishing and self._finishing[0][0] <= self._step:
             _, seat, request = heapq.heappop(self._finishing)
-            if request.seat == seat:
+            if request.slot == seat:
                 finished.append(request)
                 self._unseat(request)
                 del self._requests[request.id]
@@ -319,7 +319,7 @@ class SimEngine:
 
     def _unseat(self, request: _Request) -> None:
         request.tokens += self._step - request.joined
-        request.seat = -1
+        request.slot = -1
         self._running -= 1
         self._used_tokens -= request.context_tokens
 
@@ -346,7 +346,7 @@ class SimEngine:
         gone = False
         while self._used_tokens + self._running > self.spec.kv_tokens:
             _, falling_seat, request = heapq.heappop(self._youngest)
-            if request.seat != -falling_seat:
+            if request.slot != -falling_seat:
                 continue
             self._unseat(request)
             request.preempted = True
@@ -362,13 +362,13 @@ class SimEngine:
             heapq.heappop(self._waiting)
             computed += self._to_compute(request)
             self._seats += 1
-            request.seat, request.joined = self._seats, self._step
+            request.slot, request.joined = self._seats, self._step
             self._running += 1
             self._used_tokens += request.context_tokens
             heapq.heappush(self._finishing, (self._step + request.new_tokens - request.tokens, self._seats, request))
             heapq.heappush(self._youngest, (request.priority, -self._seats, request))
         if len(self._youngest) > 64 + 2 * self._running:
-            self._youngest = [entry for entry in self._youngest if entry[2].seat == -entry[1]]
+            self._youngest = [entry for entry in self._youngest if entry[2].slot == -entry[1]]
             heapq.heapify(self._youngest)
         self._stats.prefilled_tokens += computed
         return computed
@@ -386,6 +386,6 @@ class SimEngine:
         return max(request.prompt_tokens - known, 0)
 
     def _first_finish(self) -> int:
-        while self._finishing[0][2].seat != self._finishing[0][1]:
+        while self._finishing[0][2].slot != self._finishing[0][1]:
             heapq.heappop(self._finishing)
         return self._finishing[0][0]

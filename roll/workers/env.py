@@ -33,17 +33,17 @@ class EnvWorker(Worker):
         """Starts the environment processes."""
         await self._pool.start()
 
-    @dispatch(Dispatch.ONE, raises=(EnvFailure,), crowded=True)
+    @dispatch(Dispatch.ONE, raises=(EnvFailure,), batched=True)
     async def reset(self, episode: str, spec: EnvSpec, alone: bool = False) -> ResetResult:
         """Starts an episode, in a process of its own if `alone`. Raises `EnvFailure` if that fails."""
         return await self._pool.reset(episode, spec, alone)
 
-    @dispatch(Dispatch.ONE, raises=(EnvFailure,), crowded=True)
+    @dispatch(Dispatch.ONE, raises=(EnvFailure,), batched=True)
     async def step(self, episode: str, action: str) -> Step:
         """Performs an action. An `EnvFailure` closes the episode, and so does a step that is `done`."""
         return await self._pool.step(episode, action)
 
-    @dispatch(Dispatch.ONE, crowded=True)
+    @dispatch(Dispatch.ONE, batched=True)
     async def close_episodes(self, episodes: Sequence[str]) -> None:
         """Closes episodes; unknown ones are ignored."""
         for episode in episodes:

@@ -57,7 +57,7 @@ class RewardWorker(Worker):
         """Sets the reward model and judge roles; called again after one of their workers was restarted."""
         self._models.connect(scorers)
 
-    @dispatch(Dispatch.ONE, raises=(ScoreFailure,), crowded=True)
+    @dispatch(Dispatch.ONE, raises=(ScoreFailure,), batched=True)
     async def score(self, task: Task, response: Response, votes: bool = False) -> Verdict:
         """Scores a response; with `votes` the verdict includes the extracted answer. Raises `ScoreFailure`."""
         try:

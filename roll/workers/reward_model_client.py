@@ -68,7 +68,7 @@ class _Queue:
         self._busy = {rank: self._busy.get(rank, 0) for rank in range(workers)}
 
     @asynccontextmanager
-    async def seat(self, size: int) -> AsyncIterator[int]:
+    async def reserve(self, size: int) -> AsyncIterator[int]:
         """Waits until a question of that size fits; yields the rank of the least loaded worker."""
         loop = asyncio.get_running_loop()
         arrived = loop.time()
@@ -130,7 +130,7 @@ class ScorerClients:
             cluster = _there(self._scorers.reward_model, "reward_model")
             return await cluster.call_rank(rank, RewardModelWorker.score, messages)
 
-        async with self._queues["reward_model"].seat(1) as rank:
+        async with self._queues["reward_model"].reserve(1) as rank:
             return await self._answer("reward_model", ask, rank, timeout_s)
 
     async def replies(self, messages: Sequence[Message], drawing: JudgeSampling, timeout_s: float) -> list[str]:
@@ -140,7 +140,7 @@ class ScorerClients:
             cluster = _there(self._scorers.judge, "judge")
             return await cluster.call_rank(rank % len(cluster), JudgeWorker.replies, question, messages, drawing)
 
-        async with self._queues["judge"].seat(len(drawing.seeds)) as rank:
+        async with self._queues["judge"].reserve(len(drawing.seeds)) as rank:
             try:
                 return await self._answer("judge", ask, rank, timeout_s)
             except (ScoreTimeout, asyncio.CancelledError):

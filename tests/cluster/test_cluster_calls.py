@@ -169,7 +169,7 @@ def test_a_join_belongs_to_dispatch_by_data() -> None:
 
 def test_a_crowd_is_of_calls_on_one_worker() -> None:
     with pytest.raises(TypeError, match="one worker"):
-        dispatch(Dispatch.ALL, crowded=True)
+        dispatch(Dispatch.ALL, batched=True)
 
 
 def test_a_marked_method_stays_an_ordinary_method() -> None:

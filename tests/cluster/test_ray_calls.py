@@ -160,7 +160,7 @@ class Toy(Worker):
     def gives(self, make: Callable[[], Any]) -> Any:
         return make()
 
-    @dispatch(Dispatch.ONE, crowded=True, raises=(Declined,))
+    @dispatch(Dispatch.ONE, batched=True, raises=(Declined,))
     async def in_a_crowd(self, number: int, make: Callable[[], Any] = lambda: None, *, wait_s: float = 0.0) -> Any:
         self.calls.append(number)
         await asyncio.sleep(wait_s)

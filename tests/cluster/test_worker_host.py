@@ -38,7 +38,7 @@ class Guest(Worker):
         self.seen.append((args, kwargs))
         return args[0] if args else None
 
-    @dispatch(Dispatch.ONE, crowded=True)
+    @dispatch(Dispatch.ONE, batched=True)
     async def later(self, value: Any) -> Any:
         await asyncio.sleep(0)
         return value
