@@ -23,7 +23,7 @@ from roll.scheduler.task_sampler import BatchPolicy
 class BatchSelector:
     """Selects the batch of a step from the current state of the group table."""
 
-    books: GroupTable
+    group_table: GroupTable
     config: RolloutConfig
     shape: BatchPolicy
     version: int
@@ -40,23 +40,23 @@ class BatchSelector:
         return self.shape.cut == "in_order" and (self.config.stale == "wait" or not self.config.max_staleness)
 
     def enough(self) -> bool:
-        ready = self.books.ready_before_any_open() if self.in_order else len(self.books.ready)
+        ready = self.group_table.ready_before_any_open() if self.in_order else len(self.group_table.ready)
         return ready >= self.config.groups_per_step
 
     def waits_for_late(self) -> bool:
         """Whether an open group must be part of this step, because it would be too old for the next."""
         if not self.config.max_staleness or self.config.stale != "wait":
             return False
-        oldest = self.books.oldest_open_version
+        oldest = self.group_table.oldest_open_version
         return oldest is not None and oldest <= self.limit
 
     def late(self) -> list[Group]:
         """The open groups that the step waits for because of their age."""
-        return [g for g in self.books.open.values() if g.version <= self.limit] if self.waits_for_late() else []
+        return [g for g in self.group_table.open.values() if g.version <= self.limit] if self.waits_for_late() else []
 
     def waited_for(self) -> list[Group]:
         """Open groups without which the batch cannot be complete."""
-        books, wanted = self.books, self.config.groups_per_step
+        books, wanted = self.group_table, self.config.groups_per_step
         if self.in_order or len(books.open) + len(books.ready) <= wanted:
             first = sorted([*books.open, *books.ready])[:wanted]
             needed = [books.open[index] for index in first if index in books.open]
@@ -66,6 +66,8 @@ class BatchSelector:
 
     def pick(self) -> list[Group]:
         """The groups of the batch: first those that would be too old for the next step, then in the order of `cut`."""
-        groups = self.books.oldest_ready() if self.shape.cut == "in_order" else list(self.books.ready.values())
+        groups = (
+            self.group_table.oldest_ready() if self.shape.cut == "in_order" else list(self.group_table.ready.values())
+        )
         groups.sort(key=lambda group: (old := group.oldest) is not None and old > self.limit)
         return sorted(groups[: self.config.groups_per_step], key=lambda group: group.index)

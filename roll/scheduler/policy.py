@@ -92,11 +92,11 @@ class SchedulerControl:
         """All groups that are open or ready, in the order they were issued."""
         closing = self._closing()
         waited_for = {group.index for group in closing.waited_for()}
-        groups = sorted(closing.books.waiting, key=lambda group: group.index)
+        groups = sorted(closing.group_table.waiting, key=lambda group: group.index)
         return [self.view(group, group.index in waited_for) for group in groups]
 
     def view(self, group: Group, waited_for: bool = False) -> GroupView:
-        books = self._closing().books
+        books = self._closing().group_table
         state: Literal["open", "ready", "ended"] = "ready" if group.index in books.ready else "ended"
         state = "open" if group.index in books.open else state
         samples = tuple(map(_view, group.samples))
@@ -135,7 +135,7 @@ class SchedulerControl:
         return (found := self._sample(sample)) is not None and self._scheduler.requeue(found, reason)
 
     def _group(self, index: int) -> Group | None:
-        books = self._closing().books
+        books = self._closing().group_table
         return books.open.get(index) or books.ready.get(index)
 
     def _sample(self, id: str) -> Sample | None:

@@ -86,7 +86,7 @@ class RolloutScheduler:
         self._greedy_baseline = greedy_baseline
         self._temperatures = temperatures or {}
         self._version = pool.version = version
-        self._books = GroupTable()
+        self._group_table = GroupTable()
         self._tally = StepCounters()
         self._shape = BatchPolicy()
         self._policy = PolicyRunner(policy, config.policy, SchedulerControl(self, self._closing))
@@ -124,7 +124,7 @@ class RolloutScheduler:
     async def finish(self) -> None:
         """Ends the run after its last checkpoint: marks all in-flight groups as dropped in the ledger. Resuming from the
         checkpoint rolls those records back."""
-        for group in sorted(self._books.waiting, key=lambda group: group.index):
+        for group in sorted(self._group_table.waiting, key=lambda group: group.index):
             self._drop(group, "ended: the run stopped before it was trained on")
             if group.epoch >= 0:
                 self._order.give_back(group.task, group.epoch)
@@ -151,7 +151,7 @@ class RolloutScheduler:
         for group in rollout.kept:
             if group.baseline is not None:
                 self._lifecycle.move(group.baseline, "dropped", BASELINE)
-        self._books.trained(rollout.kept)
+        self._group_table.trained(rollout.kept)
         self._fill()
 
     def give_back(self, rollout: RolloutBatch, reason: str) -> None:
@@ -163,7 +163,7 @@ class RolloutScheduler:
     def before_publish(self, version: int) -> None:
         """Drops the open and ready groups that will be too old once the engines serve `version`. With `stale: mask` a
         group stays if it has tokens that are new enough."""
-        for group in self._books.waiting:
+        for group in self._group_table.waiting:
             if stale := self._stale(group, version):
                 self._drop(group, stale)
 
@@ -186,7 +186,7 @@ class RolloutScheduler:
 
     def worker_lost(self, worker: int, reason: str) -> None:
         """A rollout worker died: requeues the ready groups whose tokens it held. The pool restarts the open groups."""
-        for group in list(self._books.ready.values()):
+        for group in list(self._group_table.ready.values()):
             if any(self._pool.tokens.locate(sample) in (worker, None) for sample in group.scored):
                 self._run_again(group, reason)
 
@@ -198,14 +198,14 @@ class RolloutScheduler:
 
     def drop(self, group: Group, reason: str) -> None:
         """Drops a group that is open or ready and issues another one if there is capacity."""
-        if group.index in self._books.taken:
+        if group.index in self._group_table.taken:
             raise ValueError(f"group {group.index} is being trained on")
         self._drop(group, reason)
         self._fill()
 
     def _drop(self, group: Group, reason: str) -> None:
         self._carriers.cancel(group)
-        self._books.drop(group)
+        self._group_table.drop(group)
         self._record_end(group, reason)
         self._changed.set()
 
@@ -227,13 +227,13 @@ class RolloutScheduler:
         group.priority = priority
         for sample in group.samples:
             sample.priority = priority
-        if group.index in self._books.open and not self._pool.has(str(group.index)):
+        if group.index in self._group_table.open and not self._pool.has(str(group.index)):
             self._carriers.start(group, after=self._carriers.cancel(group))
 
     @property
     def open_groups(self) -> list[Group]:
         """Groups with samples that are not judged yet."""
-        return list(self._books.open.values())
+        return list(self._group_table.open.values())
 
     # Checkpoints
 
@@ -245,7 +245,7 @@ class RolloutScheduler:
             "next_group": self.next_group,
             "kills": dict(self._kills),
             "lengths": list(self._lengths),
-            **saved(self._books.oldest_ready(), self._books.unready(), self._pool.tokens.locate),
+            **saved(self._group_table.oldest_ready(), self._group_table.unready(), self._pool.tokens.locate),
         }
 
     async def save(self, folder: Path, state: dict[str, Any]) -> None:
@@ -265,8 +265,8 @@ class RolloutScheduler:
             await self._pool.tokens.load(folder, parts)
         for group in (group for groups in parts.values() for group in groups):
             if all(self._pool.tokens.locate(sample) is not None for sample in group.scored):
-                self._books.requeue(group)
-        for lost in unfinished(state, self._books.ready):
+                self._group_table.requeue(group)
+        for lost in unfinished(state, self._group_table.ready):
             self._lifecycle.close_unfinished(lost.samples, "resumed: its group is issued again")
             if lost.epoch >= 0:
                 self._order.give_back(by_id[lost.task], lost.epoch)
@@ -278,7 +278,7 @@ class RolloutScheduler:
         if not self._stepping and not self._config.max_staleness:
             return
         skips = 0
-        while self._books.charged < self._room() and self._error is None:
+        while self._group_table.charged < self._room() and self._error is None:
             draw = self._order.next()
             skip = draw.skip or self._quarantine(draw.task)
             if not skip:
@@ -314,7 +314,7 @@ class RolloutScheduler:
             said["priority"] = priority
         for sample in samples:
             self._lifecycle.move(sample, "queued", **({**said, "greedy": True} if sample.greedy else said))
-        self._books.issue(group)
+        self._group_table.issue(group)
         self._carriers.start(group)
         return group
 
@@ -344,13 +344,13 @@ class RolloutScheduler:
 
     def _run_again(self, group: Group, reason: str) -> None:
         group.version = self._version
-        self._books.release(group)
+        self._group_table.release(group)
         lost = [sample for sample in group.samples if sample.state != "dropped"]
         self._pool.let_go(lost)
         if self._pool.start_anew(lost, self._lifecycle, reason):
             self._carriers.start(group)
         else:
-            self._books.drop(group)
+            self._group_table.drop(group)
             self._record_end(group, reason)
         self._changed.set()
 
@@ -367,9 +367,9 @@ class RolloutScheduler:
         reason = self._reason_to_drop(group)
         stale = self._stale(group, self._version) if self._config.stale == "mask" else ""
         if reason is None and not stale:
-            self._books.finish(group)
+            self._group_table.finish(group)
         else:
-            self._books.drop(group)
+            self._group_table.drop(group)
             self._record_end(group, reason or stale)
             self._tally.rejected += reason is not None
             self._fill()
@@ -391,7 +391,7 @@ class RolloutScheduler:
     # Batch selection
 
     def _closing(self) -> BatchSelector:
-        return BatchSelector(self._books, self._config, self._shape, self._version)
+        return BatchSelector(self._group_table, self._config, self._shape, self._version)
 
     async def _chosen(self) -> list[Group]:
         """Waits until the batch of the step is complete and returns its groups."""
@@ -402,10 +402,10 @@ class RolloutScheduler:
                 raise self._error
             step = self._closing()
             late = step.waits_for_late()
-            if not self._books.open or (step.enough() and not late):
+            if not self._group_table.open or (step.enough() and not late):
                 return step.pick()
             left_s = None
-            if late and len(self._books.ready) >= self._config.groups_per_step:
+            if late and len(self._group_table.ready) >= self._config.groups_per_step:
                 late_s = late_s or clock.time()
                 left_s = late_s + self._config.stale_wait_s - clock.time()
                 if left_s <= 0:
@@ -433,7 +433,7 @@ class RolloutScheduler:
 
     async def _taken(self, chosen: list[Group]) -> RolloutBatch | None:
         """The batch of the step. Returns None if tokens of the chosen groups were lost: then they are requeued."""
-        self._books.take(chosen)
+        self._group_table.take(chosen)
         samples = [sample for group in chosen for sample in group.scored]
         mask_below = self._version - self._config.max_staleness if self._config.stale == "mask" else 0
         try:
@@ -457,8 +457,8 @@ class RolloutScheduler:
 
     def _cut_the_rest(self) -> None:
         """On-policy, drops the groups that a full step does not need and returns their tasks to the sampler."""
-        for group in self._books.waiting:
-            running = group.index in self._books.open
+        for group in self._group_table.waiting:
+            running = group.index in self._group_table.open
             self._drop(group, "cut: the step was full before it ended" if running else "surplus: the step was full")
             if group.epoch >= 0:  # a policy's group has epoch -1: the sampler did not draw it
                 (self._order.cut if running else self._order.give_back)(group.task, group.epoch)

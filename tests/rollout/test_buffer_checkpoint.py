@@ -115,7 +115,7 @@ def test_what_was_ready_is_trained_on_and_what_was_open_is_issued_again(tmp_path
         before = await Run.begin(slow=4)
         assert await before.step(1) == [0, 1]
         await asyncio.sleep(10)
-        ready = [sample for group in before.scheduler._books.oldest_ready() for sample in group.samples]
+        ready = [sample for group in before.scheduler._group_table.oldest_ready() for sample in group.samples]
         assert [sample.id for sample in ready] == ["2.0", "2.1", "3.0", "3.1"]
         columns = (await before.pool.tokens.batch(ready)).columns
         state = await before.save(tmp_path)
@@ -183,13 +183,13 @@ def test_what_a_dead_worker_could_not_write_or_take_is_issued_again(tmp_path: Pa
         assert set(parts) == {0, 1}
         after = await Run.begin(version=1)
         await after.scheduler.restore(state, TASKS.train, tmp_path)
-        assert parts[1] in after.scheduler._books.ready
-        assert parts[0] not in after.scheduler._books.ready
+        assert parts[1] in after.scheduler._group_table.ready
+        assert parts[0] not in after.scheduler._group_table.ready
         assert after.moves.reasons(f"{parts[0]}.0") == [("dropped", "resumed: its group is issued again")]
         last = await Run.begin(version=1)
         last.runner.crew.kill(1)
         await last.scheduler.restore(state, TASKS.train, tmp_path)
-        assert not last.scheduler._books.ready
+        assert not last.scheduler._group_table.ready
         held = {(task, epoch) for task, epoch in last.scheduler.state()["order"]["returned"]}
         assert held == {(group["task"], group["epoch"]) for group in (*state["ready"], *state["open"])}
         for run in (before, after, last):
@@ -207,7 +207,7 @@ def test_a_restored_group_whose_worker_dies_runs_again(tmp_path: Path) -> None:
         await before.scheduler.finish()
         after = await Run.begin(workers=2, version=1, tries=3)
         await after.scheduler.restore(state, TASKS.train, tmp_path)
-        indices = sorted(after.scheduler._books.ready)
+        indices = sorted(after.scheduler._group_table.ready)
         after.runner.crew.kill(0)
         after.pool.lost(0, "rollout worker died: rollout[0]")
         after.scheduler.worker_lost(0, "rollout worker died: rollout[0]")
@@ -230,7 +230,7 @@ def test_a_group_of_a_task_that_nobody_knows_any_more_is_closed(tmp_path: Path) 
         await before.scheduler.finish()
         after = await Run.begin()
         await after.scheduler.restore(state, TASKS.train, tmp_path)
-        assert not after.scheduler._books.ready
+        assert not after.scheduler._group_table.ready
         assert after.moves.last() == {sample.id: "dropped" for sample in group.samples}
 
     go(main())

@@ -55,7 +55,7 @@ class World:
 
     def watch_volume(self) -> None:
         """Holds at every moment that a group is issued that there are not too many."""
-        books, issue = self.scheduler._books, self.scheduler._books.issue
+        books, issue = self.scheduler._group_table, self.scheduler._group_table.issue
 
         def watched(group: Group) -> None:
             issue(group)
@@ -139,7 +139,7 @@ def test_the_next_steps_are_generated_while_one_is_trained_on() -> None:
         assert indices(rollout.kept) == [0, 1, 2]
         assert run.scheduler.next_group == 9  # three steps of three
         await asyncio.sleep(10)  # the trainer's time
-        assert len(run.scheduler._books.ready) == 6
+        assert len(run.scheduler._group_table.ready) == 6
         assert run.scheduler.next_group == 9  # all that is taken is still charged for
         await run.publish(rollout)
         before = asyncio.get_running_loop().time()
@@ -276,7 +276,7 @@ def test_when_masking_old_tokens_stay_and_do_not_count() -> None:
         await run.step()
         await run.step()
         assert asyncio.get_running_loop().time() < 9
-        await until(lambda: 1 in run.scheduler._books.ready)
+        await until(lambda: 1 in run.scheduler._group_table.ready)
         rollout = await run.scheduler.next_rollout()
         run.assert_young(rollout)
         assert 1 in indices(rollout.kept)
@@ -295,7 +295,7 @@ def test_when_masking_what_has_no_young_token_is_dropped() -> None:
         run = await world(lambda s: 0.5 if s.group < 6 else 1000.0, groups_per_step=1, max_staleness=1, stale="mask")
         run.scheduler._config = run.config
         rollout = await run.scheduler.next_rollout()
-        await until(lambda: 1 in run.scheduler._books.ready)  # drawn by version 0, all of it
+        await until(lambda: 1 in run.scheduler._group_table.ready)  # drawn by version 0, all of it
         await run.publish(rollout)
         await run.publish()
         assert run.moves.reasons("1.0")[-1] == ("dropped", "stale: 2 versions old at version 2")
@@ -444,7 +444,7 @@ def test_whatever_happens_there_is_never_too_much_or_too_old_and_every_group_end
                 await asyncio.gather(losing, return_exceptions=True)
         counted = Counter(indices(seen))
         assert max(counted.values(), default=1) == 1
-        under_way = {*scheduler._books.open, *scheduler._books.ready, *scheduler._books.taken}
+        under_way = {*scheduler._group_table.open, *scheduler._group_table.ready, *scheduler._group_table.taken}
         ended_since = set(indices(scheduler._tally.ended))
         assert set(run.issued) == set(counted) | under_way | ended_since
         assert not set(counted) & under_way

@@ -132,7 +132,7 @@ def test_every_verb_does_what_the_schedulers_does() -> None:
                 toy.draw(id, 20, 21)
         await until(lambda: policy.said is not None)
         assert policy.said == [True, True, True, True, True, 3, False, False, False]  # group 2 is in the place of 1
-        group = scheduler._books.open[0]
+        group = scheduler._group_table.open[0]
         await until(lambda: {"0.2", "0.3"} <= run.running and not {"0.0", "0.1"} & run.running)
         assert group.priority == 2
         assert run.moves.reasons("1.0")[-1] == ("dropped", "away: with it")

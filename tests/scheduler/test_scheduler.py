@@ -575,7 +575,7 @@ def test_a_group_that_is_dropped_is_ended_and_recorded(at: str) -> None:
         )
         call = asyncio.create_task(run.scheduler.next_rollout())
         await asyncio.sleep({"queued": 0, "open": 1, "ready": 1}[at])
-        victim = run.scheduler._books.ready[1] if at == "ready" else run.scheduler.open_groups[0]
+        victim = run.scheduler._group_table.ready[1] if at == "ready" else run.scheduler.open_groups[0]
         run.scheduler.drop(victim, "by hand: not wanted")
         assert {(s.state, s.reason) for s in victim.samples} == {("dropped", "by hand: not wanted")}
         rollout = await call
@@ -626,7 +626,7 @@ def test_groups_may_be_dropped_at_any_moment(seed: int) -> None:
         for _ in range(4):
             await some_time(rng)
             await turns(rng.randrange(30))
-            if not call.done() and (waiting := [*scheduler._books.ready.values(), *scheduler.open_groups]):
+            if not call.done() and (waiting := [*scheduler._group_table.ready.values(), *scheduler.open_groups]):
                 dropped.append(rng.choice([*waiting, waiting[-1]]))
                 scheduler.drop(dropped[-1], "by hand")
         rollout = await call
@@ -793,13 +793,13 @@ def test_a_run_that_stops_drops_what_is_under_way_on_record_and_it_comes_again()
         await asyncio.sleep(1)
         run.scheduler.add(Task.ask("mine", "?"))
         run.scheduler.trained(first, 1)
-        waiting = {g.index: (g.task.id, g.epoch) for g in run.scheduler._books.waiting}
+        waiting = {g.index: (g.task.id, g.epoch) for g in run.scheduler._group_table.waiting}
         assert set(waiting) == {2, 3, 4, 5}
         await run.scheduler.finish()
         reason = "ended: the run stopped before it was trained on"
         for index in waiting:
             assert run.moves.reasons(f"{index}.0")[-1] == ("dropped", reason)
-        assert run.scheduler._books.charged == 0
+        assert run.scheduler._group_table.charged == 0
         state = json.loads(json.dumps(run.scheduler.state()))
         assert state["open"] == []
         resumed = await setting(spread, groups_per_step=2, group_size=2)
@@ -919,7 +919,7 @@ def test_finished_groups_whose_tokens_died_run_again() -> None:
         )
         call = asyncio.create_task(run.scheduler.next_rollout())
         await asyncio.sleep(5)
-        homes = {index: run.pool.tokens.locate(g.samples[0]) for index, g in run.scheduler._books.ready.items()}
+        homes = {index: run.pool.tokens.locate(g.samples[0]) for index, g in run.scheduler._group_table.ready.items()}
         assert set(homes) == {0, 1, 2}
         lost = [index for index, home in homes.items() if home == 0]
         assert lost
@@ -972,7 +972,7 @@ def test_tokens_lost_before_they_were_trained_on_are_made_again() -> None:
         rollout = await run.scheduler.next_rollout()
         assert [g.index for g in rollout.kept] == [0, 2]
         run.scheduler.give_back(rollout, "tokens lost: rollout[0] died")
-        assert run.scheduler._books.charged == 2
+        assert run.scheduler._group_table.charged == 2
         again = await run.scheduler.next_rollout()
         assert [g.index for g in again.kept] == [0, 2]
         assert [g.index for g in again.groups] == [0, 1, 2]
@@ -993,7 +993,7 @@ def test_tokens_lost_before_they_were_trained_on_are_made_again() -> None:
         assert run.moves.reasons("0.0")[5] == ("queued", "tokens lost: rollout[0] died")
         assert run.moves.infos("0.0")[5][1] == {"try": 2}
         run.scheduler.trained(again, 1)
-        assert run.scheduler._books.charged == 0
+        assert run.scheduler._group_table.charged == 0
 
     go(main())
 
@@ -1003,7 +1003,7 @@ def test_groups_without_tries_left_are_dropped_from_the_books() -> None:
         run = await setting(spread, lambda s: 1.0, groups_per_step=1, group_size=2, tries=1)
         rollout = await run.scheduler.next_rollout()
         run.scheduler.give_back(rollout, "tokens lost: rollout[0] died")
-        assert run.scheduler._books.charged == 0
+        assert run.scheduler._group_table.charged == 0
         assert {s.state for s in rollout.kept[0].samples} == {"failed"}
         again = await run.scheduler.next_rollout()
         assert [g.index for g in again.kept] == [1]
@@ -1095,7 +1095,7 @@ def test_a_resumed_run_trains_drops_or_draws_again_every_task_once(seed: int) ->
             note(run, await step(run, number))
         assert not {r.sample for r in run.moves.records if r.state == "queued"} & set(unfinished)
         assert all(int(r.sample.partition(".")[0]) >= first for r in run.moves.records if r.state == "queued")
-        open_now = {(g.task.id, g.epoch) for g in run.scheduler._books.waiting}
+        open_now = {(g.task.id, g.epoch) for g in run.scheduler._group_table.waiting}
         returned = {tuple(key) for key in run.scheduler._order.state()["returned"]}
         await run.scheduler.close()
         note_ended(run)

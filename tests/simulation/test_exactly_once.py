@@ -390,7 +390,7 @@ class ExactlyOnce(RuleBasedStateMachine):
 
     def check_buffer(self) -> None:
         """What was ready at the checkpoint is, without being made again; but for what a dead worker could not write."""
-        saved, books = self.training.saved, self.training.scheduler._books
+        saved, books = self.training.saved, self.training.scheduler._group_table
         for group in json.loads(saved.scheduler)["ready"] if saved else ():
             part = saved.buffer / f"part-{group['part']}.json"
             known = group["task"] in {task.id for task in self.tasks}
@@ -492,7 +492,7 @@ class ExactlyOnce(RuleBasedStateMachine):
     def check_tokens(self) -> None:
         """Workers keep the tokens of those groups only that may be trained on, or that the next step will forget."""
         scheduler, pool = self.training.scheduler, self.training.world.pool
-        known = {group.index for group in (*scheduler._books.waiting, *scheduler._tally.ended)}
+        known = {group.index for group in (*scheduler._group_table.waiting, *scheduler._tally.ended)}
         kept = {*pool.tokens._homes, *(sample for rollouts in self.training.world.rollouts for sample in rollouts.home)}
         assert {int(sample.partition(".")[0]) for sample in kept} <= known
 
