@@ -39,7 +39,7 @@ class FrozenEngine:
         self._source = find_model(self._config.model.path)
         self._model: PreTrainedModel | None = None
         """The parameters that the embedded engine serves; vLLM has its own."""
-        self._shelf: TensorOffloader | None = None
+        self._offloader: TensorOffloader | None = None
         self._native = config.roles.judge.strategy != "vllm"
         self.strategy: InferStrategy
         if self._native:
@@ -56,17 +56,17 @@ class FrozenEngine:
         model = load_model(self._source, dtype, self._config.seed).to(device).requires_grad_(False)
         await self.strategy.load_weights(_weights(model))
         if self._native:
-            self._model, self._shelf = model, TensorOffloader(model.device)
+            self._model, self._offloader = model, TensorOffloader(model.device)
 
     async def hold(self, level: Level) -> None:
         await self.strategy.hold(level)
-        if self._model is None or self._shelf is None:
+        if self._model is None or self._offloader is None:
             return
         weights = dict(self._model.named_parameters())
         if level == "none":
-            self._shelf.offload(weights)
+            self._offloader.offload(weights)
         else:
-            self._shelf.onload(weights)
+            self._offloader.onload(weights)
 
     async def close(self) -> None:
         await self.strategy.close()

@@ -46,7 +46,7 @@ class NativeStrategy:
         self._tokenizer = tokenizer
         self._own_model = model
         self._make_model = make_model
-        self._shelf = TensorOffloader(next(model.parameters()).device) if model is not None else None
+        self._offloader = TensorOffloader(next(model.parameters()).device) if model is not None else None
         self._max_running = max_running
         self._exact = exact
         self._kv_tokens = kv_tokens
@@ -120,7 +120,7 @@ class NativeStrategy:
         if self._own_model is None:
             assert self._make_model is not None, "an engine without a model of its own uses the trainer's"
             self._own_model = self._make_model()
-            self._shelf = TensorOffloader(self._own_model.device)
+            self._offloader = TensorOffloader(self._own_model.device)
         return named_tensors(self._own_model)
 
     async def end_loading(self, manifest: WeightManifest) -> None:
@@ -146,12 +146,12 @@ class NativeStrategy:
     async def hold(self, level: Level) -> None:
         if level != "all" and self._engine is not None:
             self._engine.release()
-        if self._own_model is not None and self._shelf is not None:
+        if self._own_model is not None and self._offloader is not None:
             weights = dict(self._own_model.named_parameters())
             if level == "none":
-                self._shelf.offload(weights)
+                self._offloader.offload(weights)
             else:
-                self._shelf.onload(weights)
+                self._offloader.onload(weights)
 
     def stats(self) -> EngineStats:
         return self.engine.stats()

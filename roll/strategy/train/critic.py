@@ -133,10 +133,10 @@ class CriticStrategy(CriticTrainer):
     def __init__(self, model: PreTrainedModel, config: TrainConfig, value_clip: float | None) -> None:
         model.requires_grad_(True)
         super().__init__(ValueModel(model), config, value_clip, OneProcess(model.device), ForwardRunner(model, config))
-        self._shelf = TensorOffloader(model.device)
+        self._offloader = TensorOffloader(model.device)
 
     def hold(self, level: Level) -> None:
-        self._shelf.hold(level, dict(self.model.named_parameters()), self._optimizer.tensors())
+        self._offloader.hold(level, dict(self.model.named_parameters()), self._optimizer.tensors())
 
     def save(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)

@@ -73,11 +73,11 @@ class RewardModelStrategy(RewardModelTrainer):
     def __init__(self, model: PreTrainedModel, config: TrainConfig, *, exact: bool = False) -> None:
         passes = ForwardRunner(model, config, setting=SETTING)
         super().__init__(model, OneProcess(model.device), passes, exact=exact)
-        self._shelf = TensorOffloader(model.device)
+        self._offloader = TensorOffloader(model.device)
 
     def hold(self, level: Level) -> None:
         """Keeps the tensors named by `level` on the device and offloads the rest to host memory."""
-        self._shelf.hold(level, dict(self.model.named_parameters()), {})
+        self._offloader.hold(level, dict(self.model.named_parameters()), {})
 
     def close(self) -> None:
         """There is nothing to free: all tensors belong to this process."""

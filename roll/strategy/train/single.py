@@ -40,7 +40,7 @@ class SingleStrategy(PolicyTrainer):
         )
         self._tokenizer = tokenizer
         self._probe = Probe(model)
-        self._shelf = TensorOffloader(device)
+        self._offloader = TensorOffloader(device)
 
     def weights(self, version: int) -> Weights:
         """The current weights, for an engine in the same process."""
@@ -55,7 +55,7 @@ class SingleStrategy(PolicyTrainer):
 
     def hold(self, level: Level) -> None:
         own = self._optimizer.tensors() if self._optimizer is not None else {}
-        self._shelf.hold(level, dict(self.model.named_parameters()), own)
+        self._offloader.hold(level, dict(self.model.named_parameters()), own)
 
     def save(self, folder: Path) -> None:
         assert self._optimizer is not None, "a frozen model has nothing to save"
