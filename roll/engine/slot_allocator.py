@@ -37,7 +37,7 @@ class SlotAllocator:
         self._tile = tile
         self._kept: list[_Kept] = []  # least recently used first
 
-    def forget(self) -> None:
+    def evict_all(self) -> None:
         """Drops all kept prefixes."""
         self._kept.clear()
 

@@ -165,7 +165,7 @@ class SlotEngine:
         """Tells the engine that the values of its parameters have changed. Prefixes computed with older weights are no
         longer shared."""
         self.version = version
-        self._slots.forget()
+        self._slots.evict_all()
         for sequence in self._slots.running:
             if not sequence.cached:  # the KV cache has nothing of it from the old weights
                 sequence.version = version
@@ -177,7 +177,7 @@ class SlotEngine:
         """Frees the KV cache until the next request. No request may be running."""
         if self._slots.running:
             raise RunError(f"the engine cannot free its cache: {self.stats().running} requests are running")
-        self._slots.forget()
+        self._slots.evict_all()
         self._cache.release()
 
     @torch.inference_mode()
@@ -212,7 +212,7 @@ class SlotEngine:
     def _admit(self) -> None:
         """Admits as many waiting requests as there are slots for, growing the cache if possible. Requests with equal
         prompts share one sequence."""
-        shape, count = self._room() if self._waiting else (self._cache.shape, 0)
+        shape, count = self._needed_cache() if self._waiting else (self._cache.shape, 0)
         fresh: dict[tuple[bytes, tuple[int, ...]], SharedSequence] = {}
         for _ in range(count):
             request = self._waiting.popleft()
@@ -227,7 +227,7 @@ class SlotEngine:
         self._shared += self._slots.place(list(fresh.values()), shape)
         self._beginning += fresh.values()
 
-    def _room(self) -> tuple[CacheShape, int]:
+    def _needed_cache(self) -> tuple[CacheShape, int]:
         """The cache shape to use now, and how many waiting requests, oldest first, get a slot in it. Every request counts
         as one slot, even if it shares a sequence: it may sample a different token and then needs its own."""
         held, kept = self._cache.shape, self._slots.kept
@@ -243,7 +243,7 @@ class SlotEngine:
         self._stuck = None if count else (self._waiting[0].id, len(running))
         if shape != held and self._sizing.peak(held, shape) > most:
             assert not running, "what runs cannot be moved"
-            self._slots.forget()
+            self._slots.evict_all()
             self._cache.release()
         return shape, count
 

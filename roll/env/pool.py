@@ -2,7 +2,7 @@
 
 Every call ends: with the environment's result, with an `EnvFailure` of its own, or, if the pool was closed or processes
 no longer start, with a `RunError`. Everything that a call waits for takes bounded time: a free slot in a process
-(`room_s`), the import of the environment's code (`start_s`), the environment itself (`reset_s`, `step_s`).
+(`admission_s`), the import of the environment's code (`start_s`), the environment itself (`reset_s`, `step_s`).
 
 An episode is open from `reset` until its last step, a call that fails or is cancelled, or `close_episode`, whichever
 comes first. The pool then closes its environment in the background; the episode keeps its slot until that is done.
@@ -55,7 +55,7 @@ class Deadlines:
     """Creating an environment and beginning its episode."""
     step_s: float = 30.0
     """One step; closing an environment."""
-    room_s: float = 600.0
+    admission_s: float = 600.0
     """Waiting for a free slot while all slots are in use."""
 
 
@@ -293,11 +293,13 @@ class EnvPool:
         self._hand_out()
         if not episode.turn.done():
             try:
-                await asyncio.wait({episode.turn}, timeout=self._deadlines.room_s)
+                await asyncio.wait({episode.turn}, timeout=self._deadlines.admission_s)
             finally:
                 episode.turn.cancel()
         if episode.turn.cancelled():
-            raise EnvFailure("lost", f"there was no room for {self._deadlines.room_s:g} s: {self._taken(episode.kind)}")
+            raise EnvFailure(
+                "lost", f"there was no room for {self._deadlines.admission_s:g} s: {self._taken(episode.kind)}"
+            )
         episode.turn.result()
         assert episode.host is not None
         return episode.host

@@ -13,7 +13,7 @@ from __future__ import annotations
 from roll.env.actions import Format
 from roll.env.grid import Cell, GridEnvironment, drawn
 from roll.env.resolve import register
-from roll.env.sokoban_levels import Level, check_shape, make_room, solve
+from roll.env.sokoban_levels import Level, check_shape, make_level, solve
 
 
 @register("sokoban")
@@ -41,17 +41,17 @@ class Sokoban(GridEnvironment):
         check_shape(height, width, boxes, min_pushes, max_pushes)
         self._shape = (height, width, boxes, min_pushes, max_pushes)
         self._step_cost, self._box_reward, self._done_reward = step_cost, box_reward, done_reward
-        self._room: Level | None = None
+        self._level: Level | None = None
         self._plan: list[str] | None = None
 
     @property
-    def room(self) -> Level:
+    def level(self) -> Level:
         """The level in its current state."""
-        assert self._room is not None, "an environment is reset first"
-        return self._room
+        assert self._level is not None, "an environment is reset first"
+        return self._level
 
     def begin(self, seed: int) -> str:
-        self._room, self._plan = make_room(seed, *self._shape), None
+        self._level, self._plan = make_level(seed, *self._shape), None
         return (
             "You are in a warehouse. Push every box onto a target. You can push one box at a time, and pull none.\n"
             "# is a wall, . is floor, T is a target, B is a box, * is a box on a target, P is you, + is you on a target."
@@ -59,11 +59,11 @@ class Sokoban(GridEnvironment):
         )
 
     def move(self, direction: str) -> tuple[float, str]:
-        before, after = self.room, self.room.moved(direction)
+        before, after = self.level, self.level.moved(direction)
         self._plan = self._plan[1:] if self._plan and self._plan[0] == direction else None
         if after is None:
             return -self._step_cost, "You did not move: there is a wall or a stuck box that way."
-        self._room = after
+        self._level = after
         gained = len(after.boxes & after.targets) - len(before.boxes & before.targets)
         reward = gained * self._box_reward - self._step_cost
         if after.solved:
@@ -71,26 +71,26 @@ class Sokoban(GridEnvironment):
         return reward, "The box is on a target." if gained > 0 else "The box is off its target." if gained < 0 else ""
 
     def view(self) -> str:
-        rows, columns = range(self.room.height), range(self.room.width)
+        rows, columns = range(self.level.height), range(self.level.width)
         return drawn([self._symbol((row, column)) for column in columns] for row in rows)
 
     def state(self) -> str:
-        return f"{self.room.player} {sorted(self.room.boxes)}"
+        return f"{self.level.player} {sorted(self.level.boxes)}"
 
     @property
     def over(self) -> bool:
-        return self.room.solved
+        return self.level.solved
 
     @property
     def success(self) -> bool:
-        return self.room.solved
+        return self.level.solved
 
     def plan(self) -> list[str] | None:
-        self._plan = self._plan or solve(self.room)
+        self._plan = self._plan or solve(self.level)
         return self._plan
 
     def _symbol(self, cell: Cell) -> str:
-        room = self.room
+        room = self.level
         if cell not in room.floor:
             return "#"
         on_target = cell in room.targets

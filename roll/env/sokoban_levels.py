@@ -72,7 +72,7 @@ def check_shape(height: int, width: int, boxes: int, min_pushes: int, max_pushes
 
 
 @lru_cache(maxsize=256)
-def make_room(
+def make_level(
     seed: int, height: int = 6, width: int = 6, boxes: int = 1, min_pushes: int = 2, max_pushes: int = 0
 ) -> Level:
     """The level of that seed, with every box off its target. Solving it takes at least `min_pushes` pushes and, unless

@@ -85,7 +85,7 @@ class Pool(RuleBasedStateMachine):
     @rule()
     def new_weights(self) -> None:
         self.version += 1
-        self.pool.forget_all()
+        self.pool.evict_all()
 
     @invariant()
     def nothing_is_lost_or_given_twice(self) -> None:

@@ -302,9 +302,9 @@ def test_the_cache_grows_under_running_requests(device: str, monkeypatch: pytest
         served.add(each)
     for _ in range(10):
         assert not served.step()
-    before = served._room.pool.count
+    before = served._kv_manager.pool.count
     found = run(served, long)
-    assert served._room.pool.count == 2 * (before - 1) + 1
+    assert served._kv_manager.pool.count == 2 * (before - 1) + 1
     assert served._given_up == 0
     expected = run(SlotEngine(model_on("cpu"), tokenizer(), max_running=8), [*short, *long])
     assert {id: done.ids.tolist() for id, done in found.items()} == {id: d.ids.tolist() for id, d in expected.items()}

@@ -242,7 +242,7 @@ def test_rows_beyond_what_a_decoder_records_are_told_as_unknown() -> None:
             self.routes = short
             return hidden
 
-    engine._room._made_decoder = Short(served("qwen3_moe"), record_routes=True)
+    engine._kv_manager._made_decoder = Short(served("qwen3_moe"), record_routes=True)
     routes = run(engine, [ask("a", prompt, 4)])["a"].routes
     assert routes is not None
     assert {tuple(row) for row in routes[:29].tolist()} == {(255,) * 9}, "more rows in a pass than the buffer has"

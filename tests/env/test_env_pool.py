@@ -31,10 +31,10 @@ from roll.process.framing import read_payload
 
 WORLDS = str(Path(__file__).with_name("worlds.py"))
 STEP_S = 0.5
-PATIENT = Deadlines(start_s=30, reset_s=30, step_s=30, room_s=30)
+PATIENT = Deadlines(start_s=30, reset_s=30, step_s=30, admission_s=30)
 NO_PICKLE = [0, 0, 0, 0, 0, 0, 0, 4, *b"oops"]
 TOO_LONG = [255] * 8
-HASTY = Deadlines(start_s=30, reset_s=30, step_s=STEP_S, room_s=30)
+HASTY = Deadlines(start_s=30, reset_s=30, step_s=STEP_S, admission_s=30)
 
 
 def world(seed: int = 0, kind: str = "World", **options: Any) -> EnvSpec:
@@ -283,7 +283,7 @@ def test_who_waits_for_its_kind_too_long_is_told_what_is_taken() -> None:
         assert (kind, reason) == ("lost", f"there was no room for 0.2 s: all 1 places for '{WORLDS}:World' are taken")
         assert (await outcome(pool.reset("c", world(kind="AsyncWorld"))))[0] == "ok"
 
-    with_pool(use, Deadlines(room_s=0.2), limits={f"{WORLDS}:World": 1})
+    with_pool(use, Deadlines(admission_s=0.2), limits={f"{WORLDS}:World": 1})
 
 
 def test_thousands_may_wait_for_a_few_places_and_the_limit_holds_all_the_while() -> None:
@@ -600,7 +600,7 @@ def test_room_is_given_in_order_and_not_waited_for_forever() -> None:
         assert order == [0, 1, 2, 4, 6, 7, 8, 9, 10, 11]
 
         await pool.reset("a", world())
-        pool._deadlines = Deadlines(room_s=0.2)
+        pool._deadlines = Deadlines(admission_s=0.2)
         refused = await outcome(pool.reset("c", world()))
         assert refused == ("lost", "there was no room for 0.2 s: all 2 places are taken")
         assert await told(pool, "b", "tell") == ("ok", "0:1")

@@ -9,7 +9,7 @@ import pytest
 from roll.env.base import opened, stepped
 from roll.env.grid import DIRECTIONS
 from roll.env.sokoban import Sokoban
-from roll.env.sokoban_levels import Cells, Level, make_room, solve
+from roll.env.sokoban_levels import Cells, Level, make_level, solve
 
 SIZES = [(6, 6, 1, 250), (5, 7, 1, 60), (6, 6, 2, 100), (8, 8, 2, 30), (10, 10, 3, 4)]
 
@@ -28,7 +28,7 @@ def room(text: str) -> Level:
 def world(text: str, **options: object) -> Sokoban:
     made = Sokoban(**options)  # type: ignore[arg-type]
     made.reset(0)
-    made._room = room(text)
+    made._level = room(text)
     return made
 
 
@@ -52,7 +52,7 @@ def test_every_room_can_be_solved_in_as_many_pushes_as_were_asked_for(
     height: int, width: int, boxes: int, count: int
 ) -> None:
     for seed in range(count):
-        made = make_room(seed, height, width, boxes, 2, 5)
+        made = make_level(seed, height, width, boxes, 2, 5)
         assert len(made.boxes) == len(made.targets) == boxes
         assert made.boxes | made.targets | {made.player} <= made.floor
         assert not made.boxes & made.targets
@@ -72,7 +72,7 @@ def test_every_room_can_be_solved_in_as_many_pushes_as_were_asked_for(
 def test_the_solver_finds_the_shortest_way_or_that_there_is_none() -> None:
     lost = 0
     for seed in range(120):
-        start = make_room(seed, 6, 6, 1 + seed % 2)
+        start = make_level(seed, 6, 6, 1 + seed % 2)
         for direction in [*DIRECTIONS, "none"]:  # also from rooms that one wrong move has made
             now = start if direction == "none" else start.moved(direction)
             if now is None:
@@ -100,16 +100,16 @@ def test_no_room_takes_more_pushes_than_asked_for() -> None:
                     queue.append((after, total))
         return min(pushes for (_, boxes), pushes in best.items() if boxes == start.targets)
 
-    seen = {fewest_pushes(make_room(seed, 6, 6, 1, 2, 4)) for seed in range(60)}
+    seen = {fewest_pushes(make_level(seed, 6, 6, 1, 2, 4)) for seed in range(60)}
     assert seen == {2, 3, 4}
-    assert {fewest_pushes(make_room(seed, 6, 6, 1, 3, 3)) for seed in range(20)} == {3}
+    assert {fewest_pushes(make_level(seed, 6, 6, 1, 3, 3)) for seed in range(20)} == {3}
 
 
 def test_rooms_come_from_the_seed() -> None:
-    make_room.cache_clear()
-    rooms = [make_room(seed) for seed in range(100)]
-    make_room.cache_clear()
-    assert rooms == [make_room(seed) for seed in range(100)]
+    make_level.cache_clear()
+    rooms = [make_level(seed) for seed in range(100)]
+    make_level.cache_clear()
+    assert rooms == [make_level(seed) for seed in range(100)]
     assert len({str(one) for one in rooms}) == 100
 
 
@@ -163,7 +163,7 @@ def test_all_boxes_on_targets_is_the_end() -> None:
 
 def test_two_boxes_in_a_row_do_not_move() -> None:
     game = world("# # # # # #\n# P B B T #\n# . . . T #\n# # # # # #")
-    assert game.room.moved("right") is None
+    assert game.level.moved("right") is None
     assert game.step("<answer>right</answer>").reward == pytest.approx(-0.1)
 
 
@@ -172,8 +172,8 @@ def test_the_expert_solves_it_and_finds_its_way_back(moves: int) -> None:
     for seed in range(60):
         game = Sokoban(moves=moves, turns=0)
         opened(game.reset(seed))
-        before = len(solve(game.room) or ())
-        free = [move for move in DIRECTIONS if (after := game.room.moved(move)) and after.boxes == game.room.boxes]
+        before = len(solve(game.level) or ())
+        free = [move for move in DIRECTIONS if (after := game.level.moved(move)) and after.boxes == game.level.boxes]
         if free:
             game.expert()
             stepped(game.step(game.says(free[0])))

@@ -100,7 +100,7 @@ class BlockPool:
                 block = self._blank.popleft()
             else:
                 block, _ = self._kept.popitem(last=False)
-                self._forget(block)
+                self._evict(block)
             self._users[block] = 1
             taken.append(block)
         return taken
@@ -125,14 +125,14 @@ class BlockPool:
             self._key_of[block] = key
             self._block_of[key] = block
 
-    def forget_all(self) -> None:
+    def evict_all(self) -> None:
         """Drops all keys after a weight update: no block can be shared any more."""
         self._block_of.clear()
         self._key_of = [None] * self.count
         self._blank.extend(self._kept)
         self._kept.clear()
 
-    def _forget(self, block: int) -> None:
+    def _evict(self, block: int) -> None:
         key = self._key_of[block]
         assert key is not None
         self._key_of[block] = None

@@ -96,7 +96,7 @@ class PagedEngine:
         self.model = model
         self.version = version
         self._tokenizer = tokenizer
-        self._room = KVManager(model, max_running, kv_tokens, RouteShape.of(model) if records_routes else None)
+        self._kv_manager = KVManager(model, max_running, kv_tokens, RouteShape.of(model) if records_routes else None)
         self._slots = BatchState(max_running)
         self._waiting: deque[PagedSequence] = deque()
         self._filling: list[PagedSequence] = []
@@ -122,7 +122,7 @@ class PagedEngine:
         return EngineStats(
             waiting=len(self._waiting),
             running=self._slots.running,
-            cached_tokens=self._room.used_tokens,
+            cached_tokens=self._kv_manager.used_tokens,
             generated_tokens=self._generated,
             decoded_rows=self._decoded,
             computed_prompt_tokens=self._computed,
@@ -132,7 +132,7 @@ class PagedEngine:
 
     def add(self, request: Request) -> None:
         request.check(self._by_id, self.context, int(self.model.config.vocab_size))
-        self._room.announce(request)
+        self._kv_manager.announce(request)
         sequence = PagedSequence(request)
         self._by_id[request.id] = sequence
         self._waiting.append(sequence)
@@ -174,7 +174,7 @@ class PagedEngine:
             return
         self.version = version
         self._said.clear()
-        self._room.forget_all()
+        self._kv_manager.evict_all()
         for sequence in self._slots.sequences:
             if sequence is not None:
                 sequence.draws_under(version, int(self._slots.drawn[sequence.slot]))
@@ -184,11 +184,11 @@ class PagedEngine:
         self.settle()
         if self._slots.running:
             raise RunError(f"the engine cannot free its cache: {self._slots.running} requests are running")
-        self._room.close()
+        self._kv_manager.close()
 
     def log_probs_of(self, ids: IntArray) -> Tensor:
         """fp32 log-probs of the tokens after the first. Running requests are not affected."""
-        return self._room.log_probs_of(ids)
+        return self._kv_manager.log_probs_of(ids)
 
     def step(self) -> list[Completion]:
         """Admits waiting requests, launches a step and reads an earlier one. Returns the finished requests."""
@@ -218,7 +218,7 @@ class PagedEngine:
         block."""
         if not self._waiting:
             return
-        pool = self._room.prepare(self.settle)
+        pool = self._kv_manager.prepare(self.settle)
         coming = {key for other in self._filling for key in self._unfilled(other)}
         passed: list[PagedSequence] = []
         while self._waiting and self._slots.running < self._slots.count and len(passed) < _PASSED_OVER:
@@ -230,7 +230,7 @@ class PagedEngine:
                 continue
             blocks = -(-len(sequence.known) // BLOCK)
             if not self._slots.running and blocks > pool.count - 1:
-                pool, shared = self._room.make_anew(sequence.request, blocks), []
+                pool, shared = self._kv_manager.reallocate(sequence.request, blocks), []
             fresh = blocks - len(shared)
             reserve = self._slots.running  # each of them may soon need a block
             if self._slots.running and fresh + pool.spare_among(shared) > pool.spare - reserve:
@@ -277,7 +277,7 @@ class PagedEngine:
             if not room:
                 break
         if parts:
-            self._room.steps.fill(np.concatenate(parts, axis=1), spans, np.concatenate(places))
+            self._kv_manager.steps.fill(np.concatenate(parts, axis=1), spans, np.concatenate(places))
 
     def _filled(self, sequence: PagedSequence, count: int, lines: int) -> Sheet:
         """The inputs of the next `count` rows of a prompt, which count as computed from now on."""
@@ -293,14 +293,14 @@ class PagedEngine:
         since the sequence started."""
         if sequence.version == self.version:
             for block, key in zip(sequence.blocks[start:end], sequence.keys[start:end], strict=False):
-                self._room.pool.name(block, key)
+                self._kv_manager.pool.name(block, key)
 
     def _launch(self) -> bool:
         """Launches a step: one row per sequence that samples, and as many prompt rows as fit. False if there was nothing
         to launch."""
         slots = self._slots
         lines = int(slots.held.max())
-        room, tile = self._room.steps.most_prompt_rows, self._room.steps.tile
+        room, tile = self._kv_manager.steps.most_prompt_rows, self._kv_manager.steps.tile
         parts: list[Sheet] = []
         for sequence in [each for each in self._filling if not _needs_pass(each)]:
             count = min(room, sequence.left_to_fill)  # its last token is among the rows that sample
@@ -316,7 +316,7 @@ class PagedEngine:
             return False
         truncating = np.flatnonzero(slots.truncates[drawing]).tolist()
         truncated = {row: self._sequence(drawing[row]).request.sampling for row in truncating}
-        drawn = self._room.steps.draw(drawing_sheet(slots, drawing, lines), parts, truncated)
+        drawn = self._kv_manager.steps.draw(drawing_sheet(slots, drawing, lines), parts, truncated)
         self._flights.append(_Flight(drawn, np.arange(len(drawing)), drawing, slots.slot_epoch[drawing]))
         slots.launched[drawing] += 1
         slots.given[drawing] = LAST_DRAWN
@@ -330,14 +330,14 @@ class PagedEngine:
             slots = self._slots
             next_rows = slots.draws & (slots.launched < slots.limit)
             short = np.flatnonzero(next_rows & (slots.positions // BLOCK >= slots.held))
-            if len(short) <= self._room.pool.spare:
+            if len(short) <= self._kv_manager.pool.spare:
                 break
             if self._flights:
                 self.settle()  # some sequences may have ended
             else:
                 self._give_up(keeps_routes=True)
         for slot in short:
-            slots.hold(self._sequence(slot), self._room.pool.take(1))
+            slots.hold(self._sequence(slot), self._kv_manager.pool.take(1))
 
     def _give_up(self, keeps_routes: bool = False) -> None:
         """Preempts the youngest running sequence: it becomes the first of the waiting. With `keeps_routes`, the routes
@@ -359,7 +359,7 @@ class PagedEngine:
             self._give_up()
         self._filling.clear()
         self._said.clear()
-        self._room.forget_all()
+        self._kv_manager.evict_all()
 
     # reading results
 
@@ -397,17 +397,17 @@ class PagedEngine:
     def _read_routes(self, sequence: PagedSequence) -> RoutesRead | None:
         """Starts reading the routes of a running sequence that are not read yet, if its request asks for routes."""
         start, slot = sequence.routes_from, sequence.slot
-        if self._room.recorded is None or start is None:
+        if self._kv_manager.recorded is None or start is None:
             return None
         end = sequence.filled
         if sequence.left_to_fill <= 0:
             end = len(sequence.request.ids) + int(self._slots.drawn[slot]) - 1
         positions = np.arange(min(start, end), end)
-        return self._room.read_routes(self._slots.places(np.full(len(positions), slot), positions))
+        return self._kv_manager.read_routes(self._slots.places(np.full(len(positions), slot), positions))
 
     def _on_host(self, begun: RoutesRead) -> Routes:
-        assert self._room.recorded is not None
-        return self._room.recorded.host(begun.read())
+        assert self._kv_manager.recorded is not None
+        return self._kv_manager.recorded.host(begun.read())
 
     def _told(self, ended: _Ended) -> Completion:
         if ended.routes is not None:
@@ -428,7 +428,7 @@ class PagedEngine:
             self._said[sequence.request.id] = (tokens, sequence.keys)
             if len(self._said) > _REMEMBERED * self._slots.count:
                 self._said.popitem(last=False)
-        self._room.pool.release(sequence.blocks)
+        self._kv_manager.pool.release(sequence.blocks)
         sequence.blocks = []
 
     def _sequence(self, slot: int | np.integer[Any]) -> PagedSequence:

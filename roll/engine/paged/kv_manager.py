@@ -121,7 +121,7 @@ class KVManager:
             here.pool.grow(blocks)
             here.pages = pages
 
-    def make_anew(self, request: Request, blocks: int) -> BlockPool:
+    def reallocate(self, request: Request, blocks: int) -> BlockPool:
         """Replaces the cache by a larger one without keeping its contents, because there was no memory for both
         copies."""
         self._leave()
@@ -137,14 +137,14 @@ class KVManager:
 
     def _leave(self) -> None:
         self._inside = None
-        self._sizing.forget()
+        self._sizing.reset()
         if self._parameter.is_cuda:
             torch.cuda.empty_cache()
 
-    def forget_all(self) -> None:
+    def evict_all(self) -> None:
         """Drops all block keys: no cached prefix may be reused any more."""
         if self._inside is not None:
-            self._inside.pool.forget_all()
+            self._inside.pool.evict_all()
 
     def log_probs_of(self, ids: IntArray) -> Tensor:
         """fp32 log-probs of the tokens after the first. Running sequences are not affected."""

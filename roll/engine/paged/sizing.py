@@ -34,7 +34,7 @@ class PagedSizing:
         self._slots = slots
         self.limit = KVBudget(kv_tokens, self._block_bytes // BLOCK, self._device)
         self._most: int | None = None
-        """The limit in tokens as last computed; None before that, and after `forget`."""
+        """The limit in tokens as last computed; None before that, and after `reset`."""
 
     def wanted(self, longest: int) -> int:
         """Number of blocks for requests of up to `longest` tokens."""
@@ -48,7 +48,7 @@ class PagedSizing:
             self._most = max(1, self.limit.tokens(blocks * BLOCK) // BLOCK) * BLOCK
         return self._most
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drops the computed limit: other programs may have allocated memory since."""
         self._most = None
 
