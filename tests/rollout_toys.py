@@ -521,7 +521,7 @@ class Party:
         """A sample as its worker has it, with its tokens."""
         home = self.pool.tokens.locate(sample)
         assert home is not None
-        return self.workers[home]._home[sample.id]
+        return self.workers[home]._samples_here[sample.id]
 
     def kill_engine(self, rank: int) -> None:
         """Ends an engine at once. Who has requests there hears of it; the router when somebody tells it."""
@@ -542,7 +542,7 @@ class Party:
 
     def kill_worker(self, rank: int) -> None:
         """Ends a rollout worker at once; the pool is told, as a supervisor would."""
-        self.orphans |= {f"{id}.{sample.tries}" for id, sample in self.workers[rank]._home.items()}
+        self.orphans |= {f"{id}.{sample.tries}" for id, sample in self.workers[rank]._samples_here.items()}
         self.crew.kill(rank)
         self.pool.lost(rank, f"rollout worker died: rollout[{rank}]")
 
@@ -574,7 +574,7 @@ class Party:
         assert not self.pool.tokens._homes
         for worker in self.workers:
             assert not worker._held
-            assert not worker._home
+            assert not worker._samples_here
             assert not worker._seats._given
             assert not worker._seats._awaited
             assert worker._outbox.report == Report()

@@ -73,7 +73,7 @@ class _Server:
         self._connection = connection
         self._loop = loop
         self._writing = threading.Lock()
-        self._host: WorkerRuntime | None = None
+        self._runtime: WorkerRuntime | None = None
         self._name = "a worker"
         self._tasks: set[asyncio.Task[None]] = set()
         self.closed = asyncio.Event()
@@ -109,15 +109,15 @@ class _Server:
             self._name = request.place.name
             if request.log is not None:  # the parent redirects this process's stderr to it
                 log_to_stderr()
-            self._host = WorkerRuntime(request.place, None, _get, None)
-            return await self._host.start(request.make)
+            self._runtime = WorkerRuntime(request.place, None, _get, None)
+            return await self._runtime.start(request.make)
         if isinstance(request, WarmUpMessage):
             return self._warmed(request)
-        assert self._host is not None, "a worker is started before it is called"
+        assert self._runtime is not None, "a worker is started before it is called"
         if isinstance(request, CallMessage):
-            return await self._host.call(request.method, request.args, request.kwargs)
+            return await self._runtime.call(request.method, request.args, request.kwargs)
         try:
-            await self._host.close()
+            await self._runtime.close()
         except Exception as error:
             return CallFailure.of(error, self._name, "close", where())
         return CallResult()

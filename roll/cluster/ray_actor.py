@@ -95,8 +95,8 @@ class _Actor:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides GPUs only from workers that have some of them
         elif gpus is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus
-        self._host = WorkerRuntime(place, log, self._get, ray.put, log_bytes)
-        self._batched_server = BatchedServer(self._host.call_packed)
+        self._runtime = WorkerRuntime(place, log, self._get, ray.put, log_bytes)
+        self._batched_server = BatchedServer(self._runtime.call_packed)
 
     async def _get(self, refs: Sequence[Any]) -> Sequence[Columns]:
         return await asyncio.to_thread(get_all, refs, self._deadline_s)
@@ -106,14 +106,14 @@ class _Actor:
         return ActorLocation(this_node(), PidHandle.of(os.getpid()))
 
     async def start(self, make: Callable[[WorkerPlacement], Worker]) -> CallResult | CallFailure:
-        return await self._host.start(make)
+        return await self._runtime.start(make)
 
     async def warm_up(self, make: Callable[[WorkerPlacement], Worker], warm: Callable[[], None]) -> None:
         """Prepares the process for the worker: unpickling `make` imports the worker's modules; then calls `warm`."""
         warm()
 
     async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> CallResult | CallFailure:
-        return await self._host.call(method, args, kwargs)
+        return await self._runtime.call(method, args, kwargs)
 
     async def post(self, client: str, calls: list[Packed]) -> None:
         self._batched_server.post(client, calls)
@@ -122,7 +122,7 @@ class _Actor:
         return await self._batched_server.answers(client)
 
     async def close(self) -> None:
-        await self._host.close()
+        await self._runtime.close()
 
 
 def new_actor(
@@ -177,7 +177,7 @@ class RayHandle:
         self._crowded = crowded
         self._batched_client: BatchedClient | None = None
         self._traffic = traffic
-        self._home: ActorLocation | None = None
+        self._location: ActorLocation | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         told = (self.place, self._actor, self.log, self._deadline_s, self._where, self.incarnation, self._crowded)
@@ -185,7 +185,7 @@ class RayHandle:
 
     async def start(self, make: Callable[[WorkerPlacement], Worker], silent_s: float | None = None) -> None:
         """Creates the worker; fails if the actor answers no ping for `silent_s` in the meantime."""
-        self._home = await self._ask(self._reached.ping.remote(), "its start")
+        self._location = await self._ask(self._reached.ping.remote(), "its start")
         starting = asyncio.ensure_future(self._ask(self._reached.start.remote(make), "its start"))
         try:
             while silent_s is not None and not starting.done():
@@ -281,7 +281,7 @@ class RayHandle:
 
     async def warm_up(self, make: Callable[[WorkerPlacement], Worker], warm: Callable[[], None]) -> None:
         """Prepares a spare process for a fast start of the worker."""
-        self._home = await self._ask(self._reached.ping.remote(), "its warm-up")
+        self._location = await self._ask(self._reached.ping.remote(), "its warm-up")
         await self._ask(self._reached.warm_up.remote(make, warm), "its warm-up")
 
     def kill(self) -> None:
@@ -291,12 +291,12 @@ class RayHandle:
     async def end(self, deadline_s: float) -> None:
         """Kills the actor; returns once its process has ended and freed its device memory."""
         self.kill()
-        if self._home is not None and not await self._home.clear(deadline_s):
+        if self._location is not None and not await self._location.clear(deadline_s):
             raise RunError(f"{self.place.name} ({self._where}) could not be ended within {deadline_s:g} s")
 
     def become(self, other: RayHandle) -> None:
         """Switches this handle to the actor of another handle: the restarted worker."""
-        self._actor, self._where, self._home = other._actor, other._where, other._home
+        self._actor, self._where, self._location = other._actor, other._where, other._location
         self._crowded, self._batched_client = other._crowded, None
         self.incarnation += 1
 

@@ -296,7 +296,7 @@ class _Worker:
     rank: int
     kind: Kind
     pool: DeviceMemory
-    home: DeviceMemory
+    host_memory: DeviceMemory
     """The memory of its node."""
     strategy: str
     devices: int = 1
@@ -323,7 +323,9 @@ def estimate(map: DeviceMap, table: ResidencyTable, model: ModelSize, work: Memo
             level = table.level(stage, worker.role, worker.rank)
             here, away = _resident(map, worker, level, model, work)
             found[worker.pool, stage].extend(MemoryItem(worker.name, *size) for size in here)
-            found[worker.home, stage].extend(MemoryItem(worker.name, *size) for size in (*away, *_beside(worker, model)))
+            found[worker.host_memory, stage].extend(
+                MemoryItem(worker.name, *size) for size in (*away, *_beside(worker, model))
+            )
         resident = {pool: tuple(found[pool, stage]) for pool in pools}
         for worker in workers:
             sizes, budget = _working(worker, stage, model, work, resident[worker.pool])

@@ -56,7 +56,7 @@ class AsyncRunner:
 
     def __init__(self, tenant: EnvInstance, answer: Answer, loop: SharedLoop, left: Callable[[], None]) -> None:
         """`left` is called when the environment has been closed."""
-        self._tenant = tenant
+        self._instance = tenant
         self._answer = answer
         self._loop = loop
         self._left = left
@@ -73,10 +73,10 @@ class AsyncRunner:
 
     async def _result(self, request: Visit) -> Result:
         try:
-            returned = self._tenant.begin(request)
+            returned = self._instance.begin(request)
             if inspect.isawaitable(returned):
                 # waits: the pool has a deadline for every call
                 returned = await returned
         except BaseException as error:
-            return self._tenant.fail(error)
-        return self._tenant.finish(request, returned)
+            return self._instance.fail(error)
+        return self._instance.finish(request, returned)

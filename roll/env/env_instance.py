@@ -111,7 +111,7 @@ class ThreadRunner:
         self, tenant: EnvInstance, answer: Answer, loop: Callable[[], SharedLoop], left: Callable[[], None]
     ) -> None:
         """`left` is called when the thread is about to end."""
-        self._tenant = tenant
+        self._instance = tenant
         self._answer = answer
         self._loop = loop
         self._left = left
@@ -137,9 +137,9 @@ class ThreadRunner:
 
     def _result(self, request: Visit) -> Result:
         try:
-            returned = self._tenant.begin(request)
+            returned = self._instance.begin(request)
             if inspect.isawaitable(returned):
                 returned = self._loop().wait_for(returned)
         except BaseException as error:
-            return self._tenant.fail(error)
-        return self._tenant.finish(request, returned)
+            return self._instance.fail(error)
+        return self._instance.finish(request, returned)

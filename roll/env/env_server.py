@@ -78,7 +78,7 @@ class EnvServer:
         self._root = ""
         self._memory = MemoryLimit(0)
         self._factories: dict[str, Factory] = {}
-        self._homes: dict[int, EnvRunner] = {}
+        self._runners: dict[int, EnvRunner] = {}
         self._shared_loop: SharedLoop | None = None
         self._making_loop = threading.Lock()
 
@@ -110,9 +110,9 @@ class EnvServer:
         elif isinstance(request, EnvReset):
             self._admit(number, request)
         elif isinstance(request, EnvAct):
-            self._homes[request.place].take(number, request)
-        elif request.place in self._homes:
-            self._homes.pop(request.place).take(number, request)
+            self._runners[request.place].take(number, request)
+        elif request.place in self._runners:
+            self._runners.pop(request.place).take(number, request)
         else:  # the environment was never created
             self._answer(number, EnvReady(), 0.0)
 
@@ -141,16 +141,16 @@ class EnvServer:
         """Creates the runner of a new environment."""
         tenant = EnvInstance(self._factories[request.name], self._root, request.place)
         try:
-            home = self._home(tenant)
+            home = self._runner(tenant)
         except RuntimeError as error:
             self._answer(number, EnvFailed("lost", f"its process cannot host more environments: {error}"), 0.0)
             return
-        self._homes[request.place] = home
+        self._runners[request.place] = home
         if isinstance(home, ThreadRunner):
             self._answer(BY_ITSELF, EnvSettled(request.place, home.thread), 0.0)
         home.take(number, request)
 
-    def _home(self, tenant: EnvInstance) -> EnvRunner:
+    def _runner(self, tenant: EnvInstance) -> EnvRunner:
         if tenant.is_async:
             from roll.env.async_runner import AsyncRunner
 

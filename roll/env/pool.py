@@ -78,7 +78,7 @@ class _Episode:
     """Done when it no longer waits for a slot."""
 
     @property
-    def home(self) -> EnvProcess | None:
+    def process(self) -> EnvProcess | None:
         """The process in which it runs."""
         return self.apart or self.host
 
@@ -137,7 +137,7 @@ class EnvPool:
         """Starts all processes; raises `RunError` if one does not start."""
         self._ended = None
         try:
-            await together(self._start_host() for _ in range(self._workers))
+            await together(self._start_process() for _ in range(self._workers))
         except BaseException:
             await self.close()
             raise
@@ -220,8 +220,8 @@ class EnvPool:
         return await self._ask(episode, request, self._deadlines.reset_s, "reset")
 
     async def _ask(self, episode: _Episode, request: ipc.Visit, deadline_s: float, what: str) -> ipc.Result:
-        assert episode.home is not None
-        episode.call = episode.home.ask(request, deadline_s, f"{what} of episode {episode.id!r}")
+        assert episode.process is not None
+        episode.call = episode.process.ask(request, deadline_s, f"{what} of episode {episode.id!r}")
         # waits: it was asked with a deadline
         result, seconds = await asyncio.shield(episode.call)
         if isinstance(result, ipc.EnvFailed):
@@ -268,7 +268,7 @@ class EnvPool:
         if episode.call is not None:
             # waits: it was asked with a deadline
             await asyncio.wait({episode.call})
-            await self._close_environment(episode, episode.home or host)
+            await self._close_environment(episode, episode.process or host)
         if episode.apart is not None:
             await self._retire(episode.apart)
         self._free(episode, host)
@@ -329,7 +329,7 @@ class EnvPool:
             self._waiting.leave(episode)
             self._hand_out()
 
-    def _host_ended(self, host: EnvProcess) -> None:
+    def _process_ended(self, host: EnvProcess) -> None:
         """An environment process ended: starts a replacement in the background."""
         for episode in self._rooms.pop(host, ()):
             self._waiting.leave(episode)
@@ -342,7 +342,7 @@ class EnvPool:
         await self._retire(host)
         for tries_left in reversed(range(_START_TRIES)):
             try:
-                await self._start_host()
+                await self._start_process()
             except Exception as error:
                 _log.warning("%s", error)
                 if not tries_left:
@@ -351,8 +351,8 @@ class EnvPool:
                 self._counts["restarts"] += 1
                 return
 
-    async def _start_host(self) -> None:
-        host = await self._started(self._host_ended)
+    async def _start_process(self) -> None:
+        host = await self._started(self._process_ended)
         self._rooms[host] = set()
         self._hand_out()
 

@@ -112,7 +112,7 @@ class RolloutWorker(Worker):
         self._engine_client: EngineClient | None = None
         self._runner: SampleRunner | None = None
         self._held: dict[str, _Held] = {}
-        self._home: dict[str, Sample] = {}
+        self._samples_here: dict[str, Sample] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """The task of each running sample."""
         self._run = None if run is None else RunFolder(run)
@@ -153,7 +153,7 @@ class RolloutWorker(Worker):
         for order in orders:
             if isinstance(order, Lease):
                 self._begin(order)
-            elif order.sample in self._home:
+            elif order.sample in self._samples_here:
                 if isinstance(order, EngineAssignment):
                     self._seats.give(order)
                 elif isinstance(order, SampleCommand):
@@ -180,7 +180,7 @@ class RolloutWorker(Worker):
                 sample.greedy, sample.records, sample.temperature = True, False, 0.0
         held = self._held[lease.key] = _Held(lease.key, samples)
         for sample in samples:
-            self._home[sample.id] = sample
+            self._samples_here[sample.id] = sample
             self._seats.give(EngineAssignment(sample.id, lease.engine, lease.version))
         held.running = asyncio.create_task(self._carry(held))
 
@@ -190,7 +190,7 @@ class RolloutWorker(Worker):
         if stop.how != "drop":
             runner.stop(stop)
         elif (task := self._tasks.get(stop.sample)) is not None:
-            held = next(held for held in self._held.values() if self._home[stop.sample] in held.samples)
+            held = next(held for held in self._held.values() if self._samples_here[stop.sample] in held.samples)
             if stop.sample not in held.dropped:
                 held.dropped[stop.sample] = stop.reason
                 task.cancel()
@@ -198,13 +198,13 @@ class RolloutWorker(Worker):
     @dispatch(Dispatch.ALL)
     def pause(self) -> None:
         """Moves generating samples to `paused` while the engines receive new weights, until `resume`."""
-        for sample in self._home.values():
+        for sample in self._samples_here.values():
             if sample.state == "generating":
                 self._lifecycle.move(sample, "paused")
 
     @dispatch(Dispatch.ALL)
     def resume(self) -> None:
-        for sample in self._home.values():
+        for sample in self._samples_here.values():
             if sample.state == "paused":
                 self._lifecycle.move(sample, "generating")
 
@@ -214,7 +214,7 @@ class RolloutWorker(Worker):
         new assignments. Returns once the engines have aborted them, or after `DISPLACE_S`."""
         assert self._runner is not None
         moved: list[Sample] = []
-        for sample in list(self._home.values()):
+        for sample in list(self._samples_here.values()):
             if engine not in (None, self._seats.engine(sample.id)):
                 continue
             if sample.state in ("generating", "paused"):
@@ -257,31 +257,33 @@ class RolloutWorker(Worker):
     def columns(self, blocks: Sequence[Sequence[str]], mask_below: int = 0) -> list[ColumnBlock]:
         """The token columns of samples, one block per list; tokens of versions before `mask_below` are masked out of the
         loss."""
-        return [token_block([self._home[sample] for sample in samples], mask_below) for samples in blocks]
+        return [token_block([self._samples_here[sample] for sample in samples], mask_below) for samples in blocks]
 
     @dispatch(Dispatch.ONE)
     def texts(self, samples: Sequence[str]) -> list[str]:
         """The text of the samples' last responses."""
-        responses = [self._home[sample].response for sample in samples]
+        responses = [self._samples_here[sample].response for sample in samples]
         return [response.text if response is not None else "" for response in responses]
 
     @dispatch(Dispatch.ONE)
     def transcripts(self, samples: Sequence[str]) -> list[Transcript]:
         """The transcripts of these samples."""
         decode = self._renderer.tokenizer.decode
-        return [transcript_of(self._home[sample], lambda ids: str(decode(ids.tolist()))) for sample in samples]
+        return [transcript_of(self._samples_here[sample], lambda ids: str(decode(ids.tolist()))) for sample in samples]
 
     @dispatch(Dispatch.ONE)
     def write(self, step: int, fates: Sequence[FinalState]) -> None:
         """Writes this worker's samples of a step into the run's folder, as one part if there are several workers."""
         assert self._run is not None, "a worker without a run's folder has nowhere to write samples"
-        here = (fate for fate in fates if fate.sample in self._home)  # samples of an earlier process are lost
-        write_samples(self._run, step, (_row(self._home[fate.sample], fate) for fate in here), part=self._part)
+        here = (fate for fate in fates if fate.sample in self._samples_here)  # samples of an earlier process are lost
+        write_samples(self._run, step, (_row(self._samples_here[fate.sample], fate) for fate in here), part=self._part)
 
     @dispatch(Dispatch.ONE)
     def save(self, folder: Path, samples: Sequence[str]) -> None:
         """Writes samples with their tokens into a checkpoint's folder, as the part with this worker's rank."""
-        write_part(folder, self.place.rank, [self._home[sample] for sample in samples if sample in self._home])
+        write_part(
+            folder, self.place.rank, [self._samples_here[sample] for sample in samples if sample in self._samples_here]
+        )
 
     @dispatch(Dispatch.ONE)
     def load(self, folder: Path, part: int, groups: Sequence[BufferedGroup]) -> list[str]:
@@ -292,7 +294,7 @@ class RolloutWorker(Worker):
         whole = [group for group in groups if {*group.scored} <= {sample.id for sample in found[group.group]}]
         for group in whole:
             self._held[group.lease] = _Held(group.lease, found[group.group])
-            self._home.update((sample.id, sample) for sample in found[group.group])
+            self._samples_here.update((sample.id, sample) for sample in found[group.group])
         return [group.lease for group in whole]
 
     @dispatch(Dispatch.ONE)
@@ -300,7 +302,7 @@ class RolloutWorker(Worker):
         gone = {key: held for key in keys if (held := self._held.pop(key, None)) is not None}
         samples = {sample.id for held in gone.values() for sample in held.samples}
         for sample in samples:
-            self._home.pop(sample, None)
+            self._samples_here.pop(sample, None)
             self._seats.lose(sample)
         self._outbox.forget(samples, set(gone))
 

@@ -808,7 +808,7 @@ def served(*requests: ipc.Visit) -> list[ipc.Result]:
                 answered, result, _ = pickle.loads(read_payload(answers) or b"")
             assert answered == number
             results.append(result)
-        assert not server._homes
+        assert not server._runners
     return results
 
 

@@ -151,7 +151,7 @@ def test_a_cancelled_lease_is_forgotten_with_what_was_to_be_said_of_it(after: in
         await turns(after)
         await worker.cancel(["1", "unknown"])
         assert set(worker._held) == {"2"}
-        assert set(worker._home) == {"2.0", "2.1"}
+        assert set(worker._samples_here) == {"2.0", "2.1"}
         found = await reports(worker, 1)
         assert (found.done, {m.sample for m in found.moves}) == (["2"], {"2.0", "2.1"})
         assert {outcome.sample for outcome in found.outcomes} == {"2.0", "2.1"}
@@ -167,7 +167,7 @@ def test_closing_ends_every_lease() -> None:
         await turns()
         await worker.close()
         assert sorted(runner.cancelled) == ["1.0", "1.1", "2.0", "2.1"]
-        assert not worker._home
+        assert not worker._samples_here
 
     go(main())
 
@@ -192,12 +192,12 @@ def test_columns_are_the_token_logs_a_block_a_group() -> None:
         blocks = worker.columns([["2.2", "2.0"], ["1.1"], []])
         assert len(blocks) == 3
         for names, block in zip([["2.2", "2.0"], ["1.1"], []], blocks, strict=True):
-            logs = [worker._home[name].log for name in names]
+            logs = [worker._samples_here[name].log for name in names]
             for column in ("ids", "loss_mask", "behaviour", "versions"):
                 expected = [value for log in logs for value in getattr(log, column).tolist()]
                 assert block.column(column).tolist() == expected
                 assert block.column(column).dtype == getattr(Sample("", TASK, 0, 1.0).log, column).dtype
-        assert worker.texts(["1.1"]) == [run.workers[0]._home["1.1"].response.text]  # type: ignore[union-attr]
+        assert worker.texts(["1.1"]) == [run.workers[0]._samples_here["1.1"].response.text]  # type: ignore[union-attr]
 
     go(main())
 
@@ -208,11 +208,11 @@ def test_forgetting_frees_the_tokens() -> None:
         worker.take([lease("1"), lease("2")])
         await reports(worker, 2)
         worker.forget(["1", "unknown"])
-        assert set(worker._home) == {"2.0", "2.1"}
+        assert set(worker._samples_here) == {"2.0", "2.1"}
         with pytest.raises(KeyError):
             worker.columns([["1.0"]])
         worker.forget(["2"])
-        assert not worker._home
+        assert not worker._samples_here
         assert not worker._held
 
     go(main())
@@ -232,7 +232,7 @@ def test_a_report_does_not_grow_with_the_responses() -> None:
     async def main() -> None:
         (short, _), (long, run) = await _report_of(10), await _report_of(10_000)
         assert abs(len(pickle.dumps(long)) - len(pickle.dumps(short))) < 64
-        assert len(pickle.dumps(token_block(list(run.workers[0]._home.values())))) > 100_000
+        assert len(pickle.dumps(token_block(list(run.workers[0]._samples_here.values())))) > 100_000
 
     go(main())
 
@@ -246,7 +246,7 @@ def test_a_leases_samples_are_what_it_says() -> None:
         await reports(worker, 1)
         assert [(s.id, s.task, s.group, s.temperature) for s in seen] == [("7.0", TASK, 7, 0.5), ("7.1", TASK, 7, 0.5)]
         assert [s.tries for s in seen] == [2, 2]
-        assert np.array_equal(seen[0].log.ids, worker._home["7.0"].log.ids)
+        assert np.array_equal(seen[0].log.ids, worker._samples_here["7.0"].log.ids)
 
     go(main())
 
@@ -291,7 +291,7 @@ def test_requests_still_running_are_aborted_when_their_lease_is_cancelled() -> N
 
 
 def states(worker: RolloutWorker) -> dict[str, str]:
-    return {id: sample.state for id, sample in worker._home.items()}
+    return {id: sample.state for id, sample in worker._samples_here.items()}
 
 
 def test_what_is_being_generated_is_paused_and_goes_on_and_nothing_else_is() -> None:
@@ -337,7 +337,7 @@ def test_what_is_displaced_waits_for_a_seat_with_what_it_has(engine: int | None)
         worker.take([lease("1", engine=0), lease("2", engine=1), lease("3", 1, engine=1)])
         await until(lambda: len(run.running) == 5)
         run.toys[1].draw("2.0", 11, 12)
-        worker._lifecycle.move(worker._home["2.1"], "paused")
+        worker._lifecycle.move(worker._samples_here["2.1"], "paused")
         run.answer("3.0")
         await until(lambda: states(worker)["3.0"] == "scored")
         await run.pool.displace("new weights", engine)
@@ -468,7 +468,7 @@ def test_orders_for_samples_that_are_not_here_are_ignored() -> None:
         worker.forget(["1"])
         worker.take([EngineAssignment("1.0", 0), SampleCommand("1.0", "drop", "?")])
         assert not worker._seats._given
-        assert not worker._home
+        assert not worker._samples_here
 
     go(main())
 

@@ -614,7 +614,7 @@ def test_what_is_forgotten_is_gone_and_the_rest_stays() -> None:
         await asyncio.gather(*(run.start(group) for group in groups))
         await run.pool.tokens.release([*groups[1], *groups[2]])
         kept = {sample.id for group in (groups[0], groups[3]) for sample in group}
-        assert {id for worker in run.workers for id in worker._home} == set(run.pool.tokens._homes) == kept
+        assert {id for worker in run.workers for id in worker._samples_here} == set(run.pool.tokens._homes) == kept
         assert len(await run.pool.tokens.texts(groups[3])) == 2
         await run.pool.tokens.release([*groups[0], *groups[3]])
         run.assert_empty()
@@ -968,7 +968,7 @@ def test_whenever_workers_die_every_sample_ends_once(seed: int) -> None:
             assert path.count("failed") == 0 or sample.tries > 1
             if sample.state == "scored":
                 assert sample.tries <= tries
-                if any(sample.id in worker._home for worker in run.workers):  # else it was lost since
+                if any(sample.id in worker._samples_here for worker in run.workers):  # else it was lost since
                     assert_undisturbed(run, sample)
             else:
                 assert (sample.state, sample.reason[:19]) == ("failed", "rollout worker died")
@@ -1433,7 +1433,9 @@ def test_whatever_happens_every_sample_ends_and_nothing_is_left(seed: int) -> No
             assert_valid(run.moves.of(sample.id))
             assert sample.state in ("scored", "failed", "dropped") or sample.group in cancelled
             whole = sample.state == "scored" and sample.task.environment is None and sample.finish != "ended"
-            if whole and any(sample.id in worker._home for worker in run.workers):  # else it was lost since, or cancelled
+            if whole and any(
+                sample.id in worker._samples_here for worker in run.workers
+            ):  # else it was lost since, or cancelled
                 assert_undisturbed(run, sample)
         await asyncio.sleep(100)  # what dead workers asked of engines ends by itself
         run.assert_idle()

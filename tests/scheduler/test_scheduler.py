@@ -437,7 +437,7 @@ def test_every_sample_of_a_step_ends_on_the_ledger() -> None:
             assert len(sample.log) == 0
         samples = [s for g in rollout.kept for s in g.samples]
         assert rollout.batch["reward"].tolist() == [s.reward for s in samples]
-        drawn = {sample.id: sample.log for worker in run.workers for sample in worker._home.values()}
+        drawn = {sample.id: sample.log for worker in run.workers for sample in worker._samples_here.values()}
         for row, sample in zip(rollout.batch.rows("ids"), samples, strict=True):
             assert row.tolist() == drawn[sample.id].ids.tolist()
         scheduler.trained(rollout, 7)
