@@ -74,7 +74,7 @@ def played(shopper: Shopper, products: int, seeds: int) -> dict[str, float]:
 
 
 def at_random(world: WebShop, rng: random.Random) -> str:
-    elements = world._store.elements(world._place)
+    elements = world._store.elements(world._page)
     return (
         f"click[{rng.choice(elements)}]"
         if elements
@@ -83,7 +83,7 @@ def at_random(world: WebShop, rng: random.Random) -> str:
 
 
 def first(world: WebShop, rng: random.Random) -> str:
-    place = world._place
+    place = world._page
     if not place.keywords:
         return f"search[{world._goal.instruction}]"
     return "click[Buy Now]" if place.product else f"click[{world._store.shown(place)[0].id}]"

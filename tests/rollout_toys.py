@@ -169,7 +169,7 @@ class Mortal:
 
     @property
     def place(self) -> WorkerPlacement:
-        return self.inner.place
+        return self.inner.placement
 
     @property
     def worker(self) -> Any:

@@ -84,7 +84,7 @@ class Cluster(Generic[W]):
     @property
     def places(self) -> list[WorkerPlacement]:
         """Placement of each worker, by rank."""
-        return [handle.place for handle in self._handles]
+        return [handle.placement for handle in self._handles]
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -92,7 +92,7 @@ class Cluster(Generic[W]):
     @property
     def is_group(self) -> bool:
         """Whether the workers are the ranks of a mesh, which execute every call together."""
-        return self._handles[0].place.mesh is not None
+        return self._handles[0].placement.mesh is not None
 
     @property
     def units(self) -> list[list[int]]:
@@ -132,7 +132,7 @@ class Cluster(Generic[W]):
         if self._executor is None:
             return None
         for handle in self._unit(rank):
-            if (node := await self._executor.lost_node(handle.place)) is not None:
+            if (node := await self._executor.lost_node(handle.placement)) is not None:
                 return node
         return None
 
@@ -147,7 +147,7 @@ class Cluster(Generic[W]):
         group, all ranks at the same time."""
         executor = self._executor
         if executor is None:
-            name = self._handles[rank].place.name
+            name = self._handles[rank].placement.name
             raise RunError(f"{name} cannot be restarted here: only where its cluster was started")
         await together(executor.restart(handle) for handle in self._unit(rank))
         self.loss = None
@@ -221,13 +221,13 @@ class Cluster(Generic[W]):
 
     async def _call(self, handle: Handle, method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         limit, key = asyncio.timeout(self.deadline_s), object()
-        self._pending[key] = handle.place.name, method.__name__, asyncio.get_running_loop().time()
+        self._pending[key] = handle.placement.name, method.__name__, asyncio.get_running_loop().time()
         try:
             async with limit:
                 return await handle.call(method.__name__, args, kwargs)
         except TimeoutError:
             if limit.expired():
-                raise CallTimedOut(handle.place.name, method.__name__, self.deadline_s) from None
+                raise CallTimedOut(handle.placement.name, method.__name__, self.deadline_s) from None
             raise
         finally:
             del self._pending[key]

@@ -27,7 +27,7 @@ class Handle(Protocol):
     """A reference to one worker, in this process or another."""
 
     @property
-    def place(self) -> WorkerPlacement: ...
+    def placement(self) -> WorkerPlacement: ...
 
     @property
     def in_process(self) -> bool:
@@ -121,7 +121,7 @@ class LocalHandle:
     in_process = True
 
     def __init__(self, worker: Worker) -> None:
-        self.place = worker.place
+        self.placement = worker.placement
         self.incarnation = 0
         self._worker = worker
 
@@ -141,7 +141,7 @@ class LocalHandle:
         old = self.__dict__.pop("_worker")  # two of them may not fit into memory
         await old.close()
         del old
-        self._worker = make(self.place)
+        self._worker = make(self.placement)
         self.incarnation += 1
         return self._worker
 
@@ -214,15 +214,15 @@ class LocalExecutor:
         return handles
 
     async def keep_spare(self, handle: Handle, warm: Callable[[], None]) -> None:
-        if isinstance(handle, ProcessHandle) and handle in self._processes and handle.place in self._spare_places:
-            await self._in_time(handle.keep_spare(warm), f"the spare of {handle.place.name} has")
+        if isinstance(handle, ProcessHandle) and handle in self._processes and handle.placement in self._spare_places:
+            await self._in_time(handle.keep_spare(warm), f"the spare of {handle.placement.name} has")
 
     async def restart(self, handle: Handle) -> None:
         if isinstance(handle, ProcessHandle):
-            await self._in_time(handle.restart(self._silent_s), f"{handle.place.name} has")
+            await self._in_time(handle.restart(self._silent_s), f"{handle.placement.name} has")
             return
         if not isinstance(handle, LocalHandle) or handle not in self._makes:
-            raise RunError(f"{handle.place.name} cannot be restarted: this executor runs no such worker")
+            raise RunError(f"{handle.placement.name} cannot be restarted: this executor runs no such worker")
         self._workers = [worker for worker in self._workers if worker is not handle._worker]
         self._workers.append(await handle.restart(self._makes[handle]))
 

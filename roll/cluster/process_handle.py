@@ -43,7 +43,7 @@ class ProcessHandle:
         log: Path | None,
         log_bytes: int = LIMIT_BYTES,
     ) -> None:
-        self.place = place
+        self.placement = place
         self.incarnation = 0
         self.bytes = 0
         """Bytes of calls and results so far."""
@@ -85,8 +85,8 @@ class ProcessHandle:
         if self._log is not None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             like_its_folder(self._log.parent)
-        child = await ManagedProcess.start(_COMMAND, self._log, _environment(self.place), self._log_bytes)
-        return _Connection(child, self.place.name, self._log)
+        child = await ManagedProcess.start(_COMMAND, self._log, _environment(self.placement), self._log_bytes)
+        return _Connection(child, self.placement.name, self._log)
 
     async def _start_in(self, process: _Connection, silent_s: float) -> None:
         """Creates the worker in a process."""
@@ -98,7 +98,7 @@ class ProcessHandle:
             raise
 
     async def _made(self, silent_s: float) -> StartInfo:
-        asking = self._ask(cloudpickle.dumps(StartMessage(self.place, self._log, self._make)), "its start")
+        asking = self._ask(cloudpickle.dumps(StartMessage(self.placement, self._log, self._make)), "its start")
         starting: asyncio.Future[StartInfo] = asyncio.ensure_future(asking)
         try:
             # waits: the executor bounds every start; `silent_s` does not apply to the start of the interpreter
@@ -119,12 +119,12 @@ class ProcessHandle:
             async with asyncio.timeout(deadline_s):
                 await self._reached.ask(b"")
         except TimeoutError:
-            raise CallTimedOut(self.place.name, "ping", deadline_s) from None
+            raise CallTimedOut(self.placement.name, "ping", deadline_s) from None
 
     async def end(self, deadline_s: float) -> None:
         """Kills the process; returns once it has ended and freed its device memory."""
         if self._connection is not None and not await self._connection.end(deadline_s):
-            raise RunError(f"{self.place.name} ({self._where}) could not be ended within {deadline_s:g} s")
+            raise RunError(f"{self.placement.name} ({self._where}) could not be ended within {deadline_s:g} s")
 
     async def restart(self, silent_s: float) -> None:
         await self.end(_END_S)
@@ -147,7 +147,7 @@ class ProcessHandle:
     @property
     def _reached(self) -> _Connection:
         if self._connection is None:
-            raise WorkerDied(self.place.name, "its process was not started", self._log)
+            raise WorkerDied(self.placement.name, "its process was not started", self._log)
         return self._connection
 
     def _packed(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
@@ -156,7 +156,9 @@ class ProcessHandle:
         try:
             packed = bytes(cloudpickle.dumps(CallMessage(method, tuple(args), kwargs)))
         except Exception as error:
-            raise TypeError(f"{self.place.name}.{method} cannot be called with what cannot be sent: {error}") from error
+            raise TypeError(
+                f"{self.placement.name}.{method} cannot be called with what cannot be sent: {error}"
+            ) from error
         if isinstance(args, SharedArguments):
             args.packed = packed
         return packed
@@ -170,7 +172,7 @@ class ProcessHandle:
         try:
             answer: CallResult | CallFailure = cloudpickle.loads(said)
         except Exception as error:
-            answer = unsent(CallFailure.of(error, self.place.name, method, self._where))
+            answer = unsent(CallFailure.of(error, self.placement.name, method, self._where))
         if isinstance(answer, CallFailure):
             raise WorkerError(answer)
         if answer.error is not None:

@@ -41,7 +41,7 @@ NUMBER = struct.Struct("!Q")
 class StartMessage:
     """Creates the worker."""
 
-    place: WorkerPlacement
+    placement: WorkerPlacement
     log: Path | None
     make: Callable[[WorkerPlacement], Worker]
 
@@ -106,10 +106,10 @@ class _Server:
 
     async def _done(self, request: StartMessage | WarmUpMessage | CallMessage | CloseMessage) -> CallResult | CallFailure:
         if isinstance(request, StartMessage):
-            self._name = request.place.name
+            self._name = request.placement.name
             if request.log is not None:  # the parent redirects this process's stderr to it
                 log_to_stderr()
-            self._runtime = WorkerRuntime(request.place, None, _get, None)
+            self._runtime = WorkerRuntime(request.placement, None, _get, None)
             return await self._runtime.start(request.make)
         if isinstance(request, WarmUpMessage):
             return self._warmed(request)

@@ -168,7 +168,7 @@ class RayHandle:
     ) -> None:
         """`crowded`: the worker's methods whose calls are sent in batches. `deadline_s`: deadline of one batch; `Cluster`
         has deadlines for calls only."""
-        self.place = place
+        self.placement = place
         self.incarnation = incarnation
         self._actor = actor
         self.log = log
@@ -180,7 +180,7 @@ class RayHandle:
         self._location: ActorLocation | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        told = (self.place, self._actor, self.log, self._deadline_s, self._where, self.incarnation, self._crowded)
+        told = (self.placement, self._actor, self.log, self._deadline_s, self._where, self.incarnation, self._crowded)
         return RayHandle, told
 
     async def start(self, make: Callable[[WorkerPlacement], Worker], silent_s: float | None = None) -> None:
@@ -226,7 +226,7 @@ class RayHandle:
         try:
             opened: CallResult | CallFailure = cloudpickle.loads(answer)
         except Exception as error:
-            opened = unsent(CallFailure.of(error, self.place.name, method, self._where))
+            opened = unsent(CallFailure.of(error, self.placement.name, method, self._where))
         return self._open(opened)
 
     def _new_batched_client(self) -> BatchedClient:
@@ -239,23 +239,23 @@ class RayHandle:
             found: list[Packed] = _raised(await self._ask(actor.answers.remote(client), "answers"))
             return found
 
-        return BatchedClient(self.place.name, post, answers, self._deadline_s)
+        return BatchedClient(self.placement.name, post, answers, self._deadline_s)
 
     def _unsendable(self, method: str, error: Exception) -> TypeError:
-        return TypeError(f"{self.place.name}.{method} cannot be called with what cannot be sent: {error}")
+        return TypeError(f"{self.placement.name}.{method} cannot be called with what cannot be sent: {error}")
 
     async def ping(self, deadline_s: float) -> None:
         try:
             async with asyncio.timeout(deadline_s):
                 await self._ask(self._reached.ping.remote(), "ping")
         except TimeoutError:
-            raise CallTimedOut(self.place.name, "ping", deadline_s) from None
+            raise CallTimedOut(self.placement.name, "ping", deadline_s) from None
 
     @property
     def _reached(self) -> Any:
         """The actor. Raises `WorkerDied` once Ray has been shut down, because a call would start Ray again."""
         if not ray.is_initialized():
-            raise WorkerDied(self.place.name, "Ray has ended", self.log)
+            raise WorkerDied(self.placement.name, "Ray has ended", self.log)
         return self._actor
 
     async def _ask(self, ref: Any, method: str) -> Any:
@@ -264,11 +264,11 @@ class RayHandle:
             # waits: `Cluster` bounds every call, the executor every start
             return await ref
         except RayActorError as error:
-            raise WorkerDied(self.place.name, reason(error), self.log) from None
+            raise WorkerDied(self.placement.name, reason(error), self.log) from None
         except (RayTaskError, RaySystemError) as error:  # (un)pickling failed: errors of the worker's code are results
-            return _unsent(error, self.place.name, method, self._where)
+            return _unsent(error, self.placement.name, method, self._where)
         except RayError as error:
-            raise WorkerDied(self.place.name, reason(error), self.log) from error
+            raise WorkerDied(self.placement.name, reason(error), self.log) from error
 
     def _open(self, answer: CallResult | CallFailure) -> Any:
         opened: CallResult = _raised(answer)
@@ -292,7 +292,7 @@ class RayHandle:
         """Kills the actor; returns once its process has ended and freed its device memory."""
         self.kill()
         if self._location is not None and not await self._location.clear(deadline_s):
-            raise RunError(f"{self.place.name} ({self._where}) could not be ended within {deadline_s:g} s")
+            raise RunError(f"{self.placement.name} ({self._where}) could not be ended within {deadline_s:g} s")
 
     def become(self, other: RayHandle) -> None:
         """Switches this handle to the actor of another handle: the restarted worker."""

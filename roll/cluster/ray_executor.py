@@ -178,30 +178,30 @@ class RayExecutor:
     async def start(self, make: Callable[[WorkerPlacement], W], places: Sequence[WorkerPlacement]) -> list[Handle]:
         handles = [self._handle(place, self._log_of(place)) for place in places]
         self._workers.update((handle, make) for handle in handles)
-        starts = together(self._unless_lost(handle.place, handle.start(make)) for handle in handles)
+        starts = together(self._unless_lost(handle.placement, handle.start(make)) for handle in handles)
         await self._in_time(starts, f"the workers of {places[0].role} have")
         return list(handles)
 
     async def restart(self, handle: Handle) -> None:
         old = self._own(handle)
         if old in self._restarting:
-            raise RunError(f"{old.place.name} is being restarted already")
+            raise RunError(f"{old.placement.name} is being restarted already")
         self._restarting.add(old)
         try:
-            if (node := await self.lost_node(old.place)) is not None:
-                raise NodeLost(old.place.name, node)
-            await self._unless_lost(old.place, old.end(_END_S))
-            old.become(await self._unless_lost(old.place, self._successor(old)))
+            if (node := await self.lost_node(old.placement)) is not None:
+                raise NodeLost(old.placement.name, node)
+            await self._unless_lost(old.placement, old.end(_END_S))
+            old.become(await self._unless_lost(old.placement, self._successor(old)))
         finally:
             self._restarting.discard(old)
 
     async def keep_spare(self, handle: Handle, warm: Callable[[], None]) -> None:
         old = self._own(handle)
-        if old in self._spares or old.place not in self._spare_places:
+        if old in self._spares or old.placement not in self._spare_places:
             return
-        spare = self._spares[old] = self._handle(old.place, old.log)
+        spare = self._spares[old] = self._handle(old.placement, old.log)
         try:
-            await self._in_time(spare.warm_up(self._workers[old], warm), f"the spare of {old.place.name} has")
+            await self._in_time(spare.warm_up(self._workers[old], warm), f"the spare of {old.placement.name} has")
         except BaseException:
             if self._spares.get(old) is spare:
                 del self._spares[old]
@@ -211,7 +211,7 @@ class RayExecutor:
     def _own(self, handle: Handle) -> RayHandle:
         own = next((each for each in self._workers if each is handle), None)
         if own is None:
-            raise RunError(f"{handle.place.name} cannot be restarted: this executor runs no such worker")
+            raise RunError(f"{handle.placement.name} cannot be restarted: this executor runs no such worker")
         return own
 
     async def _successor(self, old: RayHandle) -> RayHandle:
@@ -223,15 +223,15 @@ class RayExecutor:
                 return await self._started(old, spare)
             except (WorkerDied, CallTimedOut):
                 pass
-        return await self._started(old, self._handle(old.place, old.log))
+        return await self._started(old, self._handle(old.placement, old.log))
 
     async def _started(self, old: RayHandle, new: RayHandle) -> RayHandle:
         make = self._workers.get(old)
         if make is None:
-            raise RunError(f"{old.place.name} cannot be restarted: its executor was closed")
+            raise RunError(f"{old.placement.name} cannot be restarted: its executor was closed")
         self._workers[new] = make  # so that `close` finds it
         try:
-            await self._in_time(new.start(make, self._silent_s), f"{old.place.name} has")
+            await self._in_time(new.start(make, self._silent_s), f"{old.placement.name} has")
         except CallTimedOut:
             await new.end(_END_S)  # Ray's kill does not reach a stopped process
             raise
@@ -262,7 +262,7 @@ class RayExecutor:
         end_s = time.monotonic() + _CLOSE_S
         try:
             for handle in handles if self.failure is None else ():
-                if self._watch is not None and self._watch.lost(handle.place.node) is not None:
+                if self._watch is not None and self._watch.lost(handle.placement.node) is not None:
                     continue  # Ray would wait for the lost node until the deadline
                 # A dead or hung worker is killed below.
                 await asyncio.gather(handle.close(max(end_s - time.monotonic(), 0.1)), return_exceptions=True)

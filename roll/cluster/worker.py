@@ -115,7 +115,7 @@ class Worker:
     """Base of all roles' workers."""
 
     def __init__(self, place: WorkerPlacement) -> None:
-        self.place = place
+        self.placement = place
 
     async def close(self) -> None:
         """Frees the worker's resources. Called once, also after an error."""

@@ -57,7 +57,7 @@ class WorkerRuntime:
     def __init__(
         self, place: WorkerPlacement, log: Path | None, get: Get, put: Put | None, log_bytes: int = LIMIT_BYTES
     ) -> None:
-        self._place = place
+        self._placement = place
         self._log = log
         self._log_bytes = log_bytes
         self._get, self._put = get, put
@@ -68,11 +68,11 @@ class WorkerRuntime:
         try:
             if self._log is not None:
                 _write_output_to(self._log, self._log_bytes)
-            if self._place.cores:
-                os.sched_setaffinity(0, _own_cores(self._place))
-            logging.getLogger(__name__).info("%s is %s", self._place.name, where())
-            self._worker = make(self._place)
-            logging.getLogger(__name__).info("%s is ready", self._place.name)
+            if self._placement.cores:
+                os.sched_setaffinity(0, _own_cores(self._placement))
+            logging.getLogger(__name__).info("%s is %s", self._placement.name, where())
+            self._worker = make(self._placement)
+            logging.getLogger(__name__).info("%s is ready", self._placement.name)
         except (UserError, RunError) as error:
             return self._answer(error, "start")
         except Exception as error:
@@ -106,7 +106,7 @@ class WorkerRuntime:
             method, args, kwargs = cloudpickle.loads(packed)
             return bytes(cloudpickle.dumps(await self.call(method, args, kwargs)))
         except Exception as error:
-            failure = unsent(CallFailure.of(error, self._place.name, method, where()))
+            failure = unsent(CallFailure.of(error, self._placement.name, method, where()))
             return bytes(cloudpickle.dumps(failure))
 
     async def close(self) -> None:
@@ -125,7 +125,7 @@ class WorkerRuntime:
     def _is_repeated(self, how: DispatchSpec) -> bool:
         """Whether the caller takes this result from rank 0 instead: the ranks of a mesh execute a call together, and only
         `Dispatch.ALL` methods have a result per rank."""
-        return self._place.mesh is not None and self._place.rank > 0 and how.dispatch is not Dispatch.ALL
+        return self._placement.mesh is not None and self._placement.rank > 0 and how.dispatch is not Dispatch.ALL
 
     def _left_here(self, result: Any) -> Any:
         """The result with its token columns replaced by references."""
@@ -145,7 +145,7 @@ class WorkerRuntime:
 
     def _answer(self, error: Exception, method: str) -> CallResult | CallFailure:
         """The exception itself, with a note on its origin, if it can be pickled; else its description."""
-        error.add_note(f"in {self._place.name}.{method} ({where()})")
+        error.add_note(f"in {self._placement.name}.{method} ({where()})")
         try:
             cloudpickle.loads(cloudpickle.dumps(error))
         except Exception:
@@ -153,7 +153,7 @@ class WorkerRuntime:
         return CallResult(error=error)
 
     def _failure(self, error: Exception, method: str) -> CallFailure:
-        failure = CallFailure.of(error, self._place.name, method, where())
+        failure = CallFailure.of(error, self._placement.name, method, where())
         logging.getLogger(__name__).error("%s", failure.trace)
         return failure
 

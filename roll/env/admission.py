@@ -18,7 +18,7 @@ class Waiter(Protocol):
     def kind(self) -> str: ...
 
     @property
-    def place(self) -> int:
+    def queue_position(self) -> int:
         """Smaller for those that came first."""
 
     @property
@@ -55,7 +55,7 @@ class AdmissionQueue(Generic[W]):
     def first(self) -> W | None:
         """The next to be admitted; None if there is none."""
         heads = [queue[0] for queue in self._queues.values() if _skip_done(queue)]
-        return min(filter(self._may_enter, heads), key=lambda head: head.place, default=None)
+        return min(filter(self._may_enter, heads), key=lambda head: head.queue_position, default=None)
 
     def enter(self, waiter: W) -> None:
         """Admits the one that `first` returned."""

@@ -35,7 +35,7 @@ class EnvInstance:
     """An environment, from its creation in `EnvReset` to its `EnvClose`."""
 
     def __init__(self, factory: Factory, root: str = "", place: int | None = None) -> None:
-        self.place = place
+        self.handle = place
         self._factory = factory
         self._root = root
         self._environment: Any = None
@@ -49,7 +49,7 @@ class EnvInstance:
 
     def begin(self, request: Visit) -> Any:
         """Calls the environment; the result may still have to be awaited."""
-        current.set(self.place)
+        current.set(self.handle)
         if isinstance(request, EnvReset):
             self._environment = self._make(request)
             return self._environment.reset(seed=request.seed)

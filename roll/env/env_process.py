@@ -206,7 +206,7 @@ class EnvProcess:
         self._why = why
         self._child.kill()
         calls, self._calls = self._calls, {}
-        guilty = None if self._ending is None or kind != "crashed" else self._ending.place
+        guilty = None if self._ending is None or kind != "crashed" else self._ending.handle
         suspects = 1 if guilty is not None else sum(not isinstance(call.request, ipc.EnvPing) for call in calls.values())
         for call in calls.values():
             if guilty is None:
@@ -256,7 +256,7 @@ class EnvProcess:
 
     def _hear_news(self, news: ipc.News) -> None:
         if isinstance(news, ipc.EnvSettled):
-            self._threads[news.thread] = news.place
+            self._threads[news.thread] = news.handle
         else:
             self._ending = news
 
@@ -287,7 +287,7 @@ def _place(request: ipc.Request) -> int | None:
     """The environment that a request is for."""
     if isinstance(request, ipc.EnvLoad):
         return MAIN
-    return None if isinstance(request, ipc.EnvPing | ipc.EnvSetUp) else request.place
+    return None if isinstance(request, ipc.EnvPing | ipc.EnvSetUp) else request.handle
 
 
 def _seen(reply: asyncio.Future[Reply]) -> None:

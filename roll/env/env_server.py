@@ -110,9 +110,9 @@ class EnvServer:
         elif isinstance(request, EnvReset):
             self._admit(number, request)
         elif isinstance(request, EnvAct):
-            self._runners[request.place].take(number, request)
-        elif request.place in self._runners:
-            self._runners.pop(request.place).take(number, request)
+            self._runners[request.handle].take(number, request)
+        elif request.handle in self._runners:
+            self._runners.pop(request.handle).take(number, request)
         else:  # the environment was never created
             self._answer(number, EnvReady(), 0.0)
 
@@ -139,15 +139,15 @@ class EnvServer:
 
     def _admit(self, number: int, request: EnvReset) -> None:
         """Creates the runner of a new environment."""
-        tenant = EnvInstance(self._factories[request.name], self._root, request.place)
+        tenant = EnvInstance(self._factories[request.name], self._root, request.handle)
         try:
             home = self._runner(tenant)
         except RuntimeError as error:
             self._answer(number, EnvFailed("lost", f"its process cannot host more environments: {error}"), 0.0)
             return
-        self._runners[request.place] = home
+        self._runners[request.handle] = home
         if isinstance(home, ThreadRunner):
-            self._answer(BY_ITSELF, EnvSettled(request.place, home.thread), 0.0)
+            self._answer(BY_ITSELF, EnvSettled(request.handle, home.thread), 0.0)
         home.take(number, request)
 
     def _runner(self, tenant: EnvInstance) -> EnvRunner:

@@ -1,7 +1,7 @@
 """IPC between the pool and an environment process: length-prefixed, pickled frames.
 
 The pool sends `(number, request)` and gets one `(number, result, seconds)` for each, in any order, besides notifications.
-The pool never has two in-flight requests for one environment, which `place` identifies. Results contain only numbers and
+The pool never has two in-flight requests for one environment, which `handle` identifies. Results contain only numbers and
 strings: the pool never unpickles a user's type, and the process unpickles those of a request only when the environment
 handles it.
 """
@@ -44,7 +44,7 @@ class EnvLoad:
 class EnvReset:
     """Create an environment and begin its episode. `options` is a pickled dict."""
 
-    place: int
+    handle: int
     name: str
     seed: int
     options: bytes
@@ -52,13 +52,13 @@ class EnvReset:
 
 @dataclass(frozen=True)
 class EnvAct:
-    place: int
+    handle: int
     action: str
 
 
 @dataclass(frozen=True)
 class EnvClose:
-    place: int
+    handle: int
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class EnvFailed:
 class EnvSettled:
     """Notification: an environment has a thread of its own. Sent with the number `BY_ITSELF`."""
 
-    place: int
+    handle: int
     thread: int
 
 
@@ -87,7 +87,7 @@ class EnvSettled:
 class EnvEnding:
     """Notification: an environment is about to end the process."""
 
-    place: int
+    handle: int
     how: str
 
 

@@ -64,7 +64,7 @@ class _Episode:
     id: str
     kind: str
     """The name of its environment."""
-    place: int
+    handle: int
     """Handle of its environment in the process: an episode id may be reused while its last environment is being
     closed."""
     busy: bool = False
@@ -160,7 +160,7 @@ class EnvPool:
             raise self._counted(EnvFailure("lost", f"episode {episode_id!r} is not open here"))
         if episode.busy:
             raise self._counted(EnvFailure("invalid", f"episode {episode_id!r} has a call under way: one at a time"))
-        act = self._ask(episode, ipc.EnvAct(episode.place, action), self._deadlines.step_s, "step")
+        act = self._ask(episode, ipc.EnvAct(episode.handle, action), self._deadlines.step_s, "step")
         step = await self._ended_by_failure(episode, act)
         assert isinstance(step, Step)
         if step.done:
@@ -216,7 +216,7 @@ class EnvPool:
             host = episode.apart = await self._started(lambda _: None)
         await host.load(spec.name, spec.code, self._deadlines.start_s)
         self._raise_if_left(episode)  # an environment created now would never be closed
-        request = ipc.EnvReset(episode.place, spec.name, spec.seed, options)
+        request = ipc.EnvReset(episode.handle, spec.name, spec.seed, options)
         return await self._ask(episode, request, self._deadlines.reset_s, "reset")
 
     async def _ask(self, episode: _Episode, request: ipc.Visit, deadline_s: float, what: str) -> ipc.Result:
@@ -276,7 +276,7 @@ class EnvPool:
     async def _close_environment(self, episode: _Episode, host: EnvProcess) -> None:
         if not host.usable:
             return
-        close = host.ask(ipc.EnvClose(episode.place), self._deadlines.step_s, f"close of episode {episode.id!r}")
+        close = host.ask(ipc.EnvClose(episode.handle), self._deadlines.step_s, f"close of episode {episode.id!r}")
         try:
             result, _ = await close
         except EnvFailure as failure:

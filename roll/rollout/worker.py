@@ -133,7 +133,7 @@ class RolloutWorker(Worker):
             self._runner.reconnect(helpers)
             return
         # The random suffix keeps outputs for an earlier process of this worker apart.
-        self._engine_client = EngineClient(engines, client=f"{self.place.name}/{secrets.token_hex(4)}")
+        self._engine_client = EngineClient(engines, client=f"{self.placement.name}/{secrets.token_hex(4)}")
         self._runner = self.RUNNER(
             self._engine_client,
             helpers,
@@ -143,7 +143,7 @@ class RolloutWorker(Worker):
             self._config,
             stop_ids=self._stop_ids,
             context=self._context,
-            worker=self.place.rank,
+            worker=self.placement.rank,
             end_early=make_early_end(self._config.rollout.end_early, self._config.root),
         )
 
@@ -282,7 +282,9 @@ class RolloutWorker(Worker):
     def save(self, folder: Path, samples: Sequence[str]) -> None:
         """Writes samples with their tokens into a checkpoint's folder, as the part with this worker's rank."""
         write_part(
-            folder, self.place.rank, [self._samples_here[sample] for sample in samples if sample in self._samples_here]
+            folder,
+            self.placement.rank,
+            [self._samples_here[sample] for sample in samples if sample in self._samples_here],
         )
 
     @dispatch(Dispatch.ONE)

@@ -72,7 +72,7 @@ class RunFolder:
     @classmethod
     def check_new(cls, path: Path, restart: bool = False) -> None:
         """Refuses a path where no new run can be created, or only with `restart`."""
-        check_place(path)
+        check_location(path)
         if path.is_dir() and restart:
             cls._refuse_other(path)
         elif path.is_dir():
@@ -81,7 +81,7 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, config_yaml: str, mode: str = "0700") -> RunFolder:
         """Creates a run at `path`, which must not exist or be empty; `mode` is the folder's permission mode."""
-        check_place(path)
+        check_location(path)
         folder = cls(_absolute(path))
         try:
             # Not `folder.path`: if it is a link to a folder that does not exist yet, that folder is created.
@@ -142,7 +142,7 @@ class RunFolder:
 
         If `path` is a link, its target is renamed, so the new run is on the same disk.
         """
-        check_place(path)
+        check_location(path)
         real = Path(os.path.realpath(path))
         if not real.exists() or _is_empty(real):
             return None
@@ -285,7 +285,7 @@ class RunFolder:
             yield
 
 
-def check_place(path: Path) -> None:
+def check_location(path: Path) -> None:
     """Refuses a path that cannot be a run's folder, whatever it holds; follows links."""
     real = Path(os.path.realpath(path))
     instead = "write run.dir=OTHER, a folder of the run's own such as runs/NAME"

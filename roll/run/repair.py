@@ -72,7 +72,7 @@ def repair(run: Path, under_way: UnderWay, *, dry_run: bool = False) -> Repair:
         repairing.format()
         repairing.config()
         checkpoint = repairing.checkpoints()
-        repairing.ledger(_place(checkpoint, under_way))
+        repairing.ledger(_checkpoint_mark(checkpoint, under_way))
         repairing.swapped_samples()
         repairing.lines(folder.metrics_path, lambda line: parse_row(line) is not None, _steps_of)
         repairing.lines(folder.history_path, lambda line: parse_event(line) is not None, _count_of)
@@ -88,7 +88,7 @@ def repair(run: Path, under_way: UnderWay, *, dry_run: bool = False) -> Repair:
         return done
 
 
-def _place(checkpoint: Checkpoint | None, under_way: UnderWay) -> CheckpointMark:
+def _checkpoint_mark(checkpoint: Checkpoint | None, under_way: UnderWay) -> CheckpointMark:
     if checkpoint is None:
         return CheckpointMark()
     state = checkpoint.state

@@ -29,7 +29,7 @@ class PromptWorker(Worker):
 
     def take(self, orders: Sequence[WorkerCommand]) -> None:
         leases = [order for order in orders if isinstance(order, Lease)]
-        self._say(leases, "generating", {"engine": 0, "worker": self.place.rank, "version": 0})
+        self._say(leases, "generating", {"engine": 0, "worker": self.placement.rank, "version": 0})
         self._loop.call_later(GENERATE_S, self._generated, leases)
 
     def _generated(self, leases: list[Lease]) -> None:

@@ -24,7 +24,7 @@ class RemoteHandle(Generic[W]):
     in_process = False
 
     def __init__(self, make: Callable[[WorkerPlacement], W], place: WorkerPlacement, way_s: float) -> None:
-        self.place = place
+        self.placement = place
         self.incarnation = 0
         self._make = make
         self._way_s = way_s
@@ -32,7 +32,7 @@ class RemoteHandle(Generic[W]):
         self._begin()
 
     def _begin(self) -> None:
-        self.worker = self._make(self.place)
+        self.worker = self._make(self.placement)
         self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._moving = asyncio.Event()
         self._moving.set()
@@ -61,14 +61,14 @@ class RemoteHandle(Generic[W]):
     async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         gone = self._gone
         if gone.done():
-            raise WorkerDied(self.place.name, "it was killed")
+            raise WorkerDied(self.placement.name, "it was killed")
         work = asyncio.create_task(self._there_and_back(gone, self._moving, getattr(self.worker, method), args, kwargs))
         self._calls.add(work)
         work.add_done_callback(self._calls.discard)
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         if gone.done():
             work.cancel()
-            raise WorkerDied(self.place.name, "it was killed")
+            raise WorkerDied(self.placement.name, "it was killed")
         return work.result()
 
     async def _there_and_back(
@@ -86,7 +86,7 @@ class RemoteHandle(Generic[W]):
             result = method(*args, **kwargs)
             result = await result if inspect.isawaitable(result) else result
         except Exception as error:
-            raise WorkerError(CallFailure.of(error, self.place.name, method.__name__, "simulated")) from error
+            raise WorkerError(CallFailure.of(error, self.placement.name, method.__name__, "simulated")) from error
         finally:
             await self._travel(moving)
         return result

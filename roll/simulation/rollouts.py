@@ -135,7 +135,7 @@ class SimRollouts(Worker):
             return
         if sample.oldest is None:
             sample.oldest = self.version
-        self._move(sample, "generating", "", engine=sample.engine, worker=self.place.rank, version=sample.version)
+        self._move(sample, "generating", "", engine=sample.engine, worker=self.placement.rank, version=sample.version)
         engine = self._engines[sample.engine]
         if not engine.alive:
             self._displace(sample, f"engine died: actor_infer[{sample.engine}]", lost_engine=sample.engine)
@@ -303,7 +303,7 @@ class SimRollouts(Worker):
 
     def save(self, folder: Path, samples: Sequence[str]) -> None:
         here = [sample for sample in samples if sample in self._home]
-        (folder / f"part-{self.place.rank}.json").write_text(json.dumps(here))
+        (folder / f"part-{self.placement.rank}.json").write_text(json.dumps(here))
 
     def load(self, folder: Path, part: int, groups: Sequence[BufferedGroup]) -> list[str]:
         file = folder / f"part-{part}.json"

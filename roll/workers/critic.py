@@ -31,7 +31,7 @@ class CriticWorker(GroupWorker):
         super().__init__(place, config.deterministic)
 
     def build(self, group: RankGroup | None) -> None:
-        self._strategy = make_critic(self._config, self.place, group)
+        self._strategy = make_critic(self._config, self.placement, group)
 
     @property
     def strategy(self) -> ValueStrategy:

@@ -19,10 +19,10 @@ class DeviceWorker(Worker):
     @dispatch(Dispatch.ALL)
     def take_peak_bytes(self) -> int:
         """Peak GPU memory allocated by the worker's process since the last call; 0 on a CPU."""
-        if not self.place.device.startswith("cuda"):
+        if not self.placement.device.startswith("cuda"):
             return 0
         import torch
 
-        peak = torch.cuda.max_memory_allocated(self.place.device)
-        torch.cuda.reset_peak_memory_stats(self.place.device)
+        peak = torch.cuda.max_memory_allocated(self.placement.device)
+        torch.cuda.reset_peak_memory_stats(self.placement.device)
         return int(peak)

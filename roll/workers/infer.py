@@ -114,7 +114,7 @@ class InferWorker(DeviceWorker):
     async def receive_weights(self, meeting: Rendezvous) -> None:
         """Receives all buckets from the trainer, which must be sending."""
         assert self._receiver is not None
-        join = partial(meeting.join, meeting.ranks[self.place.rank], self.place.device)
+        join = partial(meeting.join, meeting.ranks[self.placement.rank], self.placement.device)
         await self._member.broadcast(join, self._receiver.receive)
 
     @dispatch(Dispatch.ALL)

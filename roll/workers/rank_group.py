@@ -37,7 +37,7 @@ class GroupWorker(DeviceWorker):
     @property
     def is_first(self) -> bool:
         """Whether this worker acts for its role: it is no rank of a mesh, or rank 0."""
-        return self.place.mesh is None or self.place.rank == 0
+        return self.placement.mesh is None or self.placement.rank == 0
 
     @dispatch(Dispatch.ONE)
     def open_group(self, deadline_s: float) -> RankRendezvous:
@@ -55,10 +55,10 @@ class GroupWorker(DeviceWorker):
 
         from roll.strategy.train.sharded.process_group import RankGroup
 
-        assert self.place.mesh is not None, "only the ranks of a mesh meet"
-        device = torch.device(self.place.device)
+        assert self.placement.mesh is not None, "only the ranks of a mesh meet"
+        device = torch.device(self.placement.device)
         self.rendezvous = rendezvous
-        self.build(RankGroup(self.place.rank, self.place.mesh, rendezvous, device, self._store))
+        self.build(RankGroup(self.placement.rank, self.placement.mesh, rendezvous, device, self._store))
 
 
 W = TypeVar("W", bound=GroupWorker)

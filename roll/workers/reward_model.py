@@ -53,7 +53,7 @@ class RewardModelWorker(GroupWorker):
     def build(self, group: RankGroup | None) -> None:
         from roll.strategy.train.factory import make_scorer
 
-        self._strategy, self._tokenizer, self._longest = make_scorer(self._config, self.place, group)
+        self._strategy, self._tokenizer, self._longest = make_scorer(self._config, self.placement, group)
         if group is None:
             return
         from roll.workers.rank_commands import RankCommands

@@ -55,7 +55,7 @@ class TrainWorker(GroupWorker):
         super().__init__(place, config.deterministic)
 
     def build(self, group: RankGroup | None) -> None:
-        self._strategy = make_trainer(self._config, self.place, group, trainable=self._trainable)
+        self._strategy = make_trainer(self._config, self.placement, group, trainable=self._trainable)
 
     @dispatch(Dispatch.DATA, join=join_tokens)
     def log_probs(self, batch: Batch) -> TokenColumn:
@@ -117,7 +117,7 @@ class TrainWorker(GroupWorker):
         synchronized."""
         sender = self._sending()
         if self.is_first:
-            join = partial(meeting.join, 0, self.place.device)
+            join = partial(meeting.join, 0, self.placement.device)
             await self._member.broadcast(join, sender.broadcast, sender.contribute_all)
         else:
             await self._member.contribute(sender.contribute_all)

@@ -36,13 +36,13 @@ class Toy(Worker):
     @dispatch(Dispatch.ALL)
     def name(self, greeting: str, *, mark: str = "!") -> str:
         self.calls.append(greeting)
-        return f"{greeting} {self.place.name}{mark}"
+        return f"{greeting} {self.placement.name}{mark}"
 
     @dispatch(Dispatch.ONE)
     async def slow_name(self) -> str:
         await asyncio.sleep(0)
         self.calls.append("slow")
-        return self.place.name
+        return self.placement.name
 
     @dispatch(Dispatch.DATA, join=join_tokens)
     def scale(self, batch: Batch, factor: float) -> FloatArray:
@@ -56,8 +56,8 @@ class Toy(Worker):
     async def fail(self, rank: int) -> None:
         self.calls.append("fail")
         await asyncio.sleep(0)
-        if self.place.rank == rank:
-            raise KeyError(f"from {self.place.name}")
+        if self.placement.rank == rank:
+            raise KeyError(f"from {self.placement.name}")
 
     def private(self) -> None: ...
 
@@ -206,9 +206,9 @@ class Mortal(Worker):
 
     async def close(self) -> None:
         await asyncio.sleep(0)
-        self._closed.append(self.place.name)
+        self._closed.append(self.placement.name)
         if self._broken == "close":
-            raise OSError(f"{self.place.name} does not close")
+            raise OSError(f"{self.placement.name} does not close")
 
 
 def test_workers_are_closed_once_the_youngest_first() -> None:

@@ -18,7 +18,7 @@ class Waiter(Worker):
     @dispatch(Dispatch.ALL)
     async def wait(self, seconds: float) -> str:
         await asyncio.sleep(seconds)
-        return self.place.name
+        return self.placement.name
 
     @dispatch(Dispatch.ALL)
     async def fail(self, seconds: float) -> None:

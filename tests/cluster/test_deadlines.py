@@ -28,7 +28,7 @@ class Fellow(Worker):
     @dispatch(Dispatch.ALL)
     async def act(self) -> Any:
         try:
-            return await self.acts[self.place.rank]()
+            return await self.acts[self.placement.rank]()
         except asyncio.CancelledError:
             self.cancelled = True
             raise

@@ -40,14 +40,14 @@ class Reducer(Worker):
         from roll.strategy.train.sharded.process_group import RankGroup
 
         torch.set_num_threads(1)
-        own = self._store if self.place.rank == 0 else None
-        self._group = RankGroup(self.place.rank, SHAPE, rendezvous, torch.device("cpu"), own)
+        own = self._store if self.placement.rank == 0 else None
+        self._group = RankGroup(self.placement.rank, SHAPE, rendezvous, torch.device("cpu"), own)
 
     @dispatch(Dispatch.ONE)
     def total(self) -> float:
         import torch
 
-        return float(self._group.sum(torch.tensor([self.place.rank + 1.0])))
+        return float(self._group.sum(torch.tensor([self.placement.rank + 1.0])))
 
     @dispatch(Dispatch.ONE)
     def reduce_for_ever(self) -> None:

@@ -83,18 +83,18 @@ class Toy(Worker):
     @dispatch(Dispatch.ALL)
     def self_portrait(self) -> tuple[WorkerPlacement, int, int, str | None, str]:
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return self.place, os.getpid(), len(os.sched_getaffinity(0)), gpus, ray.get_runtime_context().get_node_id()
+        return self.placement, os.getpid(), len(os.sched_getaffinity(0)), gpus, ray.get_runtime_context().get_node_id()
 
     @dispatch(Dispatch.ALL)
     def name(self, greeting: str, *, mark: str = "!") -> str:
         self.calls.append(greeting)
-        return f"{greeting} {self.place.name}{mark}"
+        return f"{greeting} {self.placement.name}{mark}"
 
     @dispatch(Dispatch.ONE)
     async def first(self, value: Any) -> Any:
         await asyncio.sleep(0)
         self.calls.append(value)
-        return self.place.name, value
+        return self.placement.name, value
 
     @dispatch(Dispatch.ALL)
     def taken(self) -> list[Any]:
@@ -132,9 +132,9 @@ class Toy(Worker):
 
     @dispatch(Dispatch.ALL)
     async def hang(self, rank: int) -> str:
-        if self.place.rank == rank:
+        if self.placement.rank == rank:
             await asyncio.sleep(60)
-        return self.place.name
+        return self.placement.name
 
     @dispatch(Dispatch.ONE)
     def fail(self) -> None:
@@ -145,8 +145,8 @@ class Toy(Worker):
 
     @dispatch(Dispatch.ALL)
     async def fail_in_turn(self) -> None:
-        await asyncio.sleep(0.2 * (1 - self.place.rank))
-        raise OSError(f"{self.place.name} fell")
+        await asyncio.sleep(0.2 * (1 - self.placement.rank))
+        raise OSError(f"{self.placement.name} fell")
 
     @dispatch(Dispatch.ONE, raises=(Declined,))
     def decline(self, make: Callable[[], Exception]) -> None:

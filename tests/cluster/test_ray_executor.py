@@ -52,14 +52,14 @@ class Mortal(Worker):
 
     @dispatch(Dispatch.ALL)
     def say(self, word: str) -> None:
-        print(f"{self.place.name} prints {word}", flush=True)
-        print(f"{self.place.name} complains {word}", file=sys.stderr, flush=True)
-        logging.getLogger("toy").warning("%s logs %s", self.place.name, word)
-        os.system(f"echo {self.place.role}-{self.place.rank} shouts {word}")
+        print(f"{self.placement.name} prints {word}", flush=True)
+        print(f"{self.placement.name} complains {word}", file=sys.stderr, flush=True)
+        logging.getLogger("toy").warning("%s logs %s", self.placement.name, word)
+        os.system(f"echo {self.placement.role}-{self.placement.rank} shouts {word}")
 
     @dispatch(Dispatch.ALL)
     async def wait(self) -> None:
-        print(f"{self.place.name} waits", flush=True)
+        print(f"{self.placement.name} waits", flush=True)
         await asyncio.sleep(60)
 
     @dispatch(Dispatch.ALL)
@@ -68,9 +68,9 @@ class Mortal(Worker):
 
     async def close(self) -> None:
         with (self._notes / "closed").open("a") as file:
-            file.write(f"{self.place.name}\n")
+            file.write(f"{self.placement.name}\n")
         if self._broken == "close":
-            raise OSError(f"{self.place.name} does not close")
+            raise OSError(f"{self.placement.name} does not close")
         if self._broken == "close hangs":
             await asyncio.sleep(60)
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ray
 class Looker(Worker):
     @dispatch(Dispatch.ALL)
     def sees(self) -> tuple[str, tuple[int, ...], list[str]]:
-        return self.place.device, self.place.gpus, os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+        return self.placement.device, self.placement.gpus, os.environ["CUDA_VISIBLE_DEVICES"].split(",")
 
 
 @pytest.fixture

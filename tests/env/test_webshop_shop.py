@@ -198,7 +198,7 @@ def test_the_expert_goes_on_from_wherever_another_got_to() -> None:
 
 
 def random_action(world: WebShop, rng: random.Random, buys: bool = True) -> str:
-    elements = [element for element in world._store.elements(world._place) if buys or element != "Buy Now"]
+    elements = [element for element in world._store.elements(world._page) if buys or element != "Buy Now"]
     if not elements:
         return f"search[{' '.join(rng.sample(world._goal.instruction.split(), 3))}]"
     return f"click[{rng.choice(elements)}]"
@@ -235,10 +235,10 @@ def test_all_that_a_page_offers_can_be_clicked_and_is_shown() -> None:
     for view in ("compact", "full"):
         world = begun(4, view=view)
         for _ in range(3):
-            elements = world._store.elements(world._place)
+            elements = world._store.elements(world._page)
             for element in elements:
                 assert element in world.view()
-                assert element == "Buy Now" or world._store.click(world._place, element) is not None
+                assert element == "Buy Now" or world._store.click(world._page, element) is not None
             world.step(world.expert() or "")
 
 

@@ -42,7 +42,7 @@ class MortalHandle(LocalHandle):
 
     def _check(self) -> None:
         if self.dead:
-            raise WorkerDied(self.place.name, "it was killed")
+            raise WorkerDied(self.placement.name, "it was killed")
 
 
 class Nodes(LocalExecutor):

@@ -28,7 +28,7 @@ class Toy(Worker):
     @dispatch(Dispatch.ALL)
     async def hold(self, level: Level) -> None:
         await asyncio.sleep(0)
-        self.moves.append((self.place.name, level))
+        self.moves.append((self.placement.name, level))
 
 
 class ToyPool:

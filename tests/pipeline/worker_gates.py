@@ -65,7 +65,7 @@ def install() -> None:
     folder, call = Path(os.environ[FOLDER]), WorkerRuntime.call
 
     async def gated(self: WorkerRuntime, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        closed = _closed(folder, f"{self._place.name}.{method}")
+        closed = _closed(folder, f"{self._placement.name}.{method}")
         await _pass([gate for gate, after in closed if not after])
         answer = await call(self, method, args, kwargs)
         await _pass([gate for gate, after in closed if after])

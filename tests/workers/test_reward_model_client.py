@@ -180,7 +180,7 @@ class Frail(Worker):
     async def score(self, messages: Sequence[Message]) -> float | None:
         self.asked += 1
         if self.asked <= self.deaths:
-            raise WorkerDied(self.place.name, "killed")
+            raise WorkerDied(self.placement.name, "killed")
         await asyncio.sleep(0.05)
         return 1.0
 

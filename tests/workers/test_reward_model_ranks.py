@@ -32,7 +32,7 @@ class OneFails(RewardModelWorker):
 
     def build(self, group: RankGroup | None) -> None:
         super().build(group)
-        if self.place.rank == self.failing:
+        if self.placement.rank == self.failing:
             patch.object(self.strategy, "scores", self._fail).start()
 
     @staticmethod

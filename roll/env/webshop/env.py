@@ -56,7 +56,7 @@ class WebShop(ActingEnvironment):
         self._catalogue = (products, catalogue_seed, data)
         self._page_size = page_size or PAGE_SIZES[view]
         self._view = VIEWS[view]
-        self._place = Page()
+        self._page = Page()
         self._bought, self._score = False, 0.0
 
     @property
@@ -74,7 +74,7 @@ class WebShop(ActingEnvironment):
             raise ValueError(f"webshop: the seed is {seed}, but the goals of this catalogue are 0 to {len(goals) - 1}")
         self._goal = goals[seed]
         self._expert = ShopOracle(self._store, self._goal)
-        self._place, self._bought, self._score = Page(), False, 0.0
+        self._page, self._bought, self._score = Page(), False, 0.0
         return (
             "You are shopping in a web store. Find what is asked for, choose its options, then buy it.\n"
             f"Each turn, write only one action: {self.says('search[keywords]')} on the search page, or "
@@ -92,19 +92,19 @@ class WebShop(ActingEnvironment):
         if said is None:
             return Invalid("an action is search[keywords] or click[element].")
         verb, argument = said[1].lower(), said[2].strip()
-        if verb == "click" and is_buy(argument) and self._place.product and not self._place.tab:
+        if verb == "click" and is_buy(argument) and self._page.product and not self._page.tab:
             return self._buy()
-        place = (self._store.search if verb == "search" else self._store.click)(self._place, argument)
+        place = (self._store.search if verb == "search" else self._store.click)(self._page, argument)
         if place is None:
             return self._refused(verb, argument)
-        self._place = place
+        self._page = place
         return Step(self.view())
 
     def view(self) -> str:
-        return self._view(self._store, self._place, self._goal.instruction)
+        return self._view(self._store, self._page, self._goal.instruction)
 
     def state(self) -> str:
-        return str(self._place)
+        return str(self._page)
 
     def facts(self) -> dict[str, float | str]:
         return {"score": self._score, "success": float(self._score == 1.0), "bought": float(self._bought)}
@@ -112,11 +112,11 @@ class WebShop(ActingEnvironment):
     def expert(self) -> str | None:
         """What leads to the best purchase from here; None once something is bought or no turn is left."""
         over = self._bought or 0 < self._turns <= self._turn
-        return None if over else self.says(self._expert.action(self._place))
+        return None if over else self.says(self._expert.action(self._page))
 
     def _buy(self) -> Step:
         self._bought = True
-        product, options = self._store.product(self._place), self._place.options
+        product, options = self._store.product(self._page), self._page.options
         judged = score(self._goal, product, options)
         parts: dict[str, float | str] = {
             "type": judged.kind,
@@ -132,7 +132,7 @@ class WebShop(ActingEnvironment):
     def _refused(self, verb: str, argument: str) -> Invalid:
         if verb == "click":
             return Invalid(f"there is nothing called {argument[:60]!r} to click here.")
-        return Invalid("the search bar is on the search page." if self._place.keywords else "you searched for nothing.")
+        return Invalid("the search bar is on the search page." if self._page.keywords else "you searched for nothing.")
 
 
 def open_catalogue(products: int, seed: int, data: str = "") -> Catalogue:

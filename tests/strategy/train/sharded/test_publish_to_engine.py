@@ -39,7 +39,7 @@ class Damaged(TrainWorker):
         assert isinstance(self.strategy, PolicyTrainer)
         weight = self.strategy.model.get_parameter(DAMAGED)
         assert isinstance(weight, DTensor)
-        if self.place.rank == 1 and (version in TWICE or (version in ONCE and not again)):
+        if self.placement.rank == 1 and (version in TWICE or (version in ONCE and not again)):
             with torch.no_grad():
                 weight.to_local()[-1, -1] += 1
         return made
