@@ -22,7 +22,7 @@ class Waiter(Protocol):
         """Smaller for those that came first."""
 
     @property
-    def turn(self) -> asyncio.Future[None] | None:
+    def admitted(self) -> asyncio.Future[None] | None:
         """Done when it no longer waits."""
 
 
@@ -81,6 +81,6 @@ class AdmissionQueue(Generic[W]):
 
 def _skip_done(queue: deque[W]) -> bool:
     """Removes cancelled or admitted waiters from the front; returns whether one is left, which is then the first."""
-    while queue and queue[0].turn is not None and queue[0].turn.done():
+    while queue and queue[0].admitted is not None and queue[0].admitted.done():
         queue.popleft()
     return bool(queue)

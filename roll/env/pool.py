@@ -74,7 +74,7 @@ class _Episode:
     """Its own process, if it runs alone."""
     call: asyncio.Future[Reply] | None = None
     """The last call that was sent to the process."""
-    turn: asyncio.Future[None] | None = None
+    admitted: asyncio.Future[None] | None = None
     """Done when it no longer waits for a slot."""
 
     @property
@@ -182,7 +182,7 @@ class EnvPool:
             reset_s=self._seconds["reset"],
             step_s=self._seconds["step"],
             open=len(self._episodes),
-            waiting=sum(episode.turn is not None and not episode.turn.done() for episode in self._waiting),
+            waiting=sum(episode.admitted is not None and not episode.admitted.done() for episode in self._waiting),
         )
 
     def take_stats(self) -> EnvStats:
@@ -257,8 +257,10 @@ class EnvPool:
         if self._episodes.get(episode.id) is not episode:
             return
         del self._episodes[episode.id]
-        if episode.turn is not None and not episode.turn.done():
-            episode.turn.set_exception(EnvFailure("lost", f"episode {episode.id!r} was closed while it waited for room"))
+        if episode.admitted is not None and not episode.admitted.done():
+            episode.admitted.set_exception(
+                EnvFailure("lost", f"episode {episode.id!r} was closed while it waited for room")
+            )
         if episode.host is not None:
             task = asyncio.create_task(self._vacate(episode, episode.host))
             self._closing[task] = episode
@@ -289,29 +291,29 @@ class EnvPool:
     async def _room(self, episode: _Episode) -> EnvProcess:
         """The process in which the episode gets a slot; waits if all are full."""
         self._waiting.join(episode)
-        episode.turn = asyncio.get_running_loop().create_future()
+        episode.admitted = asyncio.get_running_loop().create_future()
         self._hand_out()
-        if not episode.turn.done():
+        if not episode.admitted.done():
             try:
-                await asyncio.wait({episode.turn}, timeout=self._deadlines.admission_s)
+                await asyncio.wait({episode.admitted}, timeout=self._deadlines.admission_s)
             finally:
-                episode.turn.cancel()
-        if episode.turn.cancelled():
+                episode.admitted.cancel()
+        if episode.admitted.cancelled():
             raise EnvFailure(
                 "lost", f"there was no room for {self._deadlines.admission_s:g} s: {self._taken(episode.kind)}"
             )
-        episode.turn.result()
+        episode.admitted.result()
         assert episode.host is not None
         return episode.host
 
     def _hand_out(self) -> None:
         """Gives free slots to the episodes that have waited longest."""
         while (episode := self._waiting.first()) is not None and (host := self._emptiest()) is not None:
-            assert episode.turn is not None
+            assert episode.admitted is not None
             self._waiting.enter(episode)
             self._rooms[host].add(episode)
             episode.host = host
-            episode.turn.set_result(None)
+            episode.admitted.set_result(None)
 
     def _taken(self, kind: str) -> str:
         limit, places = self._waiting.limit(kind), self._workers * self._per_process
@@ -377,8 +379,8 @@ class EnvPool:
         """From now on every call fails with the error, including waiting ones. The first error is kept."""
         self._ended = self._ended or error
         for episode in self._waiting.clear():
-            if episode.turn is not None and not episode.turn.done():
-                episode.turn.set_exception(RunError(str(self._ended)))
+            if episode.admitted is not None and not episode.admitted.done():
+                episode.admitted.set_exception(RunError(str(self._ended)))
 
     def _raise_if_ended(self) -> None:
         if self._ended is not None:

@@ -68,9 +68,9 @@ class RLVR:
         self._algorithm = make_algorithm(config)
         if state.algorithm:
             self._algorithm.restore(state.algorithm)
-        self._turns = ResidencyManager(roles)
-        supervision.engine_restored = self._turns.engine_restored
-        supervision.scorer_restored = self._turns.scorer_restored
+        self._residency_manager = ResidencyManager(roles)
+        supervision.engine_restored = self._residency_manager.engine_restored
+        supervision.scorer_restored = self._residency_manager.scorer_restored
         self._scheduler = make_scheduler(config, tasks, roles, Lifecycle(recorder), state)
         supervision.worker_lost = self._scheduler.worker_lost
         self._evaluator = make_evaluator(config, tasks, roles)
@@ -106,7 +106,7 @@ class RLVR:
 
     async def _step(self) -> None:
         state, started = self.state, time.monotonic()
-        await self._turns.enter("generate")
+        await self._residency_manager.enter("generate")
         rollout = await self._scheduler.next_rollout()
         generated = time.monotonic()
         await self._record.samples(state.step + 1, rollout)
@@ -146,7 +146,7 @@ class RLVR:
             # critic warm-up: only the critic is updated
             nothing = UpdateStats.nothing(batch.tokens, untrained=value_stats.untrained)
             return self._with_used(nothing, used).beside("critic", value_stats)
-        await self._turns.enter("train")
+        await self._residency_manager.enter("train")
         with self._recorder.stage("train"):
             stats = await roles.actor.call(TrainWorker.update, batch, algorithm.loss_to_send, own_step)
         if not stats.skipped:
@@ -165,7 +165,7 @@ class RLVR:
         critic = self._roles.critic
         if critic is None:
             return batch
-        await self._turns.enter("critic")
+        await self._residency_manager.enter("critic")
         return batch.with_columns(values=await critic.call(CriticWorker.values, batch))
 
     async def _train_critic(self, batch: Batch) -> UpdateStats | None:
@@ -185,9 +185,9 @@ class RLVR:
             return batch
         actor, reference = self._roles.actor, self._roles.reference
         if self._algorithm.has_kl_in_reward and self._config.train.several_updates:
-            await self._turns.enter("train")
+            await self._residency_manager.enter("train")
             batch = batch.with_columns(proximal=await actor.call(TrainWorker.log_probs, batch))
-        await self._turns.enter("train" if reference is None else "reference")
+        await self._residency_manager.enter("train" if reference is None else "reference")
         if reference is None:  # the reference is the base model of the actor's adapters
             batch = batch.with_columns(ref=await actor.call(TrainWorker.base_log_probs, batch))
         else:
@@ -199,7 +199,7 @@ class RLVR:
 
     async def _publish(self, version: int) -> None:
         self._scheduler.before_publish(version)
-        await self._turns.enter("publish")
+        await self._residency_manager.enter("publish")
         with self._recorder.stage("publish"):
             await self._publisher.publish(version)
         self._scheduler.published(version)
@@ -241,7 +241,7 @@ class RLVR:
 
     async def _evaluate(self) -> None:
         self._recorder.reporter.phase("evaluating held-out tasks")
-        await self._turns.enter("generate")
+        await self._residency_manager.enter("generate")
         with self._recorder.stage("evaluate"):
             evaluation = await self._evaluator.evaluate(self.state.step)
         self.state.seconds += self._recorder.lap()  # this time belongs to no step

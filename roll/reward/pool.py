@@ -81,7 +81,7 @@ class GraderPool:
         self._log_bytes = log_bytes
         self._graders: set[Grader] = set()
         self._idle: deque[Grader] = deque()
-        self._turns: FairQueue[Grader] = FairQueue()
+        self._fair_queue: FairQueue[Grader] = FairQueue()
         self._replacing: set[asyncio.Task[None]] = set()
         # starting more at once would slow each other beyond the start deadline
         self._starts = asyncio.Semaphore(os.cpu_count() or 1)
@@ -177,18 +177,18 @@ class GraderPool:
             self._raise_if_ended()
             if self._idle:
                 grader = self._idle.popleft()
-                self._turns.begin(domain)
+                self._fair_queue.begin(domain)
             else:
-                grader = await self._wait_turn(domain, ahead)
+                grader = await self._wait_in_queue(domain, ahead)
             if grader.usable:
                 self._took(f"{domain}/wait", asyncio.get_running_loop().time() - started)
                 return grader
-            self._turns.end(domain)
+            self._fair_queue.end(domain)
             self._replace(grader)  # it died while idle: no job is to blame
             ahead = True
 
-    async def _wait_turn(self, domain: str, ahead: bool) -> Grader:
-        turn = self._turns.wait(domain, ahead)
+    async def _wait_in_queue(self, domain: str, ahead: bool) -> Grader:
+        turn = self._fair_queue.wait(domain, ahead)
         try:
             # waits: every process belongs to a call with a deadline, or is being replaced in bounded time
             return await turn
@@ -199,7 +199,7 @@ class GraderPool:
             raise
 
     def _give_back(self, grader: Grader, domain: str) -> None:
-        self._turns.end(domain)
+        self._fair_queue.end(domain)
         if grader.usable:
             self._hand_on(grader)
         else:
@@ -209,12 +209,12 @@ class GraderPool:
         """Gives a free grader to the next job in the fair queue, or marks it idle."""
         if self._ended is not None:
             return
-        following = self._turns.next()
+        following = self._fair_queue.next()
         if following is None:
             self._idle.append(grader)
             return
         domain, turn = following
-        self._turns.begin(domain)
+        self._fair_queue.begin(domain)
         turn.set_result(grader)
 
     def _replace(self, grader: Grader) -> None:
@@ -256,7 +256,7 @@ class GraderPool:
         """From now on every call fails with the error, including waiting ones. The first error is kept."""
         self._ended = self._ended or error
         self._idle.clear()
-        for turn in self._turns.clear():
+        for turn in self._fair_queue.clear():
             turn.set_exception(RunError(str(self._ended)))
 
     def _raise_if_ended(self) -> None:

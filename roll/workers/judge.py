@@ -44,7 +44,7 @@ class JudgeWorker(DeviceWorker):
         self._context = config.roles.judge.context_within(context_of(source))
         self._seed = config.seed
         self._engine = FrozenEngine(place, config)
-        self._turn = ResidencyGate()
+        self._residency_gate = ResidencyGate()
         self._open: dict[str, asyncio.Future[Completion]] = {}
         """Replies in progress, by request id."""
         self._sorting: asyncio.Task[None] | None = None
@@ -62,7 +62,7 @@ class JudgeWorker(DeviceWorker):
         room = min(drawing.max_tokens, self._context - len(prompt))
         if room < 1:
             raise ValueError(f"the judge is shown {len(prompt)} tokens, which leaves no room in its {self._context}")
-        if not await self._turn.come():
+        if not await self._residency_gate.come():
             return None
         for number, seed in enumerate(drawing.seeds):
             noise = seed_of(self._seed, seed)
@@ -85,14 +85,14 @@ class JudgeWorker(DeviceWorker):
         """Sets the residency level: keeps that much on the device. Below `all` the judge answers nothing: it aborts
         replies in progress, and their callers ask again."""
         if level != "all":
-            self._turn.end()
+            self._residency_gate.end()
             self._engine.strategy.abort(list(self._open))
             async with asyncio.timeout(_LEAVE_S):
                 while self._open:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
         await self._engine.hold(level)
         if level == "all":
-            self._turn.begin()
+            self._residency_gate.begin()
 
     async def close(self) -> None:
         if self._sorting is not None:

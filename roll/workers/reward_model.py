@@ -39,7 +39,7 @@ class RewardModelWorker(GroupWorker):
     def __init__(self, place: WorkerPlacement, config: Config) -> None:
         self._config = config
         self._strategy: RewardStrategy | None = None
-        self._turn = ResidencyGate()
+        self._residency_gate = ResidencyGate()
         self._waiting: list[tuple[IntArray, asyncio.Future[float | None]]] = []
         self._scoring: asyncio.Task[None] | None = None
         self._apart = False
@@ -74,7 +74,7 @@ class RewardModelWorker(GroupWorker):
         """The score of a conversation; None while this worker is offloaded: ask again. Raises `ValueError` if it cannot
         be scored."""
         ids = self._tokens(messages)
-        if not await self._turn.come():
+        if not await self._residency_gate.come():
             return None
         answer: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
         self._waiting.append((ids, answer))
@@ -92,7 +92,7 @@ class RewardModelWorker(GroupWorker):
             await self._holds.get()
             return
         if level != "all":
-            self._turn.end()
+            self._residency_gate.end()
             for _, answer in self._taken():
                 if not answer.done():
                     answer.set_result(None)
@@ -100,7 +100,7 @@ class RewardModelWorker(GroupWorker):
             self._orders.give(level)
         self.strategy.hold(level)
         if level == "all":
-            self._turn.begin()
+            self._residency_gate.begin()
 
     async def _follow(self, orders: RankCommands) -> None:
         """Executes the commands of rank 0: scores conversations, or sets a residency level."""

@@ -95,7 +95,7 @@ def test_the_same_job_many_times_at_once_is_judged_by_the_graders_that_were_free
         verdicts = await asyncio.gather(*(pool.score(task, RESPONSE) for _ in range(50)))
         assert {verdict.reward for verdict in verdicts} == {1}
         assert (pool.stats().scored, pool.stats().hits) == (2, 48)
-        assert set(pool._turns._running.values()) == {0}
+        assert set(pool._fair_queue._running.values()) == {0}
 
     with_pool(use, reward=STEADY, cache=100, deadline_s=20, workers=2)
 

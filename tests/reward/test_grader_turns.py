@@ -137,6 +137,6 @@ def test_a_cancelled_job_gives_its_domains_turn_back(cancelled: str) -> None:
         await asyncio.gather(running, waiting, return_exceptions=True)
         assert (await pool.score(do("b", "give", 2), RESPONSE)).reward == 2
         assert (await pool.score(do("a", "give", 3), RESPONSE)).reward == 3
-        assert set(pool._turns._running.values()) == {0}
+        assert set(pool._fair_queue._running.values()) == {0}
 
     with_pool(use, deadline_s=max(DEADLINE_S, 30))

@@ -133,7 +133,7 @@ class VllmStrategy:
         """Weights loaded while the engine was asleep: they are probed once it is awake."""
         self._paused = False
         self._level: Level = "all"
-        self._turn = asyncio.Lock()
+        self._residency_gate = asyncio.Lock()
         """Held while the engine is being paused or its weights change."""
         self._salt = 0
         """Changes with the weights, so that requests share prefixes only under the same weights."""
@@ -167,7 +167,7 @@ class VllmStrategy:
             if self._finished:
                 finished, self._finished = self._finished, []
                 return finished
-            if not self._paused and not self._turn.locked():
+            if not self._paused and not self._residency_gate.locked():
                 self._check_serving()
                 if not self._running:
                     return []
@@ -259,12 +259,12 @@ class VllmStrategy:
 
     async def pause(self) -> None:
         self._paused = True
-        async with self._turn:
+        async with self._residency_gate:
             await self._stand_still()
 
     async def resume(self) -> None:
         self._paused = False
-        async with self._turn:
+        async with self._residency_gate:
             await self._go_on()
         self._news.set()
 
@@ -318,7 +318,7 @@ class VllmStrategy:
         return self._copy
 
     async def _serve(self, weights: Weights | WeightManifest) -> None:
-        async with self._turn:
+        async with self._residency_gate:
             if self._level == "all":
                 await self._stand_still()
             await self._ask(self._llm.collective_rpc("roll_load", kwargs=self._address))
@@ -380,7 +380,7 @@ class VllmStrategy:
             raise RunError(f"the engine cannot leave its device: {len(self._running)} requests are running")
         if not self._settings.sleeps or level == self._level:
             return
-        async with self._turn:
+        async with self._residency_gate:
             before, self._level = self._level, level
             if level == "none":
                 if before == "weights":  # vLLM can only put everything to sleep
