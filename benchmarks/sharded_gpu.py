@@ -178,14 +178,14 @@ def offload(group: RankGroup, config: PretrainedConfig = SHAPE_1_7B) -> dict[str
     free()
     trainer = sharded_trainer(config, group, {"compile": "off", "micro_batch_tokens": MICRO_BATCH_TOKENS})
     trainer.update(make_batch(2048, config.vocab_size), LOSS, 0)
-    first = timed(lambda: trainer.hold("none"))[1]
-    trainer.hold("all")
+    first = timed(lambda: trainer.set_residency("none"))[1]
+    trainer.set_residency("all")
     optimizer = trainer._optimizer
     assert optimizer is not None
     moved = sum(local_bytes(tensor) for tensor in optimizer.state().values())
-    out = timed(lambda: trainer.hold("none"))[1]
+    out = timed(lambda: trainer.set_residency("none"))[1]
     reserved = torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
-    back = timed(lambda: trainer.hold("all"))[1]
+    back = timed(lambda: trainer.set_residency("all"))[1]
     link_out, link_back = link_bytes_per_s(group.device)
     return {
         "gb": moved / 1e9,

@@ -35,7 +35,7 @@ from roll.engine.slot_engine import EXACT_ROWS, PROMPT_ROWS
 from roll.model.rope import longest_sequence
 from roll.model.shape import ModelShape
 from roll.strategy.infer.vllm_args import cache_bytes as vllm_cache
-from roll.strategy.offload import Level
+from roll.strategy.offload import Residency
 from roll.strategy.train.activation_memory import Footprint, PackedSize, Spans
 from roll.strategy.train.layer_wrapping import compiles
 from roll.strategy.train.microbatch_budget import MOMENT_BYTES, Budget, spare
@@ -384,7 +384,9 @@ def _pool_order(item: tuple[tuple[DeviceMemory, Stage], object]) -> tuple[bool, 
     return pool.gpu is None, pool.node, pool.gpu or 0
 
 
-def _resident(map: DeviceMap, worker: _Worker, level: Level, model: ModelSize, work: MemoryInputs) -> tuple[Sizes, Sizes]:
+def _resident(
+    map: DeviceMap, worker: _Worker, level: Residency, model: ModelSize, work: MemoryInputs
+) -> tuple[Sizes, Sizes]:
     """What a worker keeps on its device in a stage, and what it has offloaded to its node's memory."""
     kept = [(what, size // worker.devices) for what, size in _kept(map, worker, model, work)]
     weights = ("weights", MASTERS) if worker.role in model.shards else ("weights",)

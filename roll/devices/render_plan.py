@@ -14,7 +14,7 @@ from roll.devices.memory import FULL, RUNTIME, DeviceMemory, host
 from roll.devices.plan import Plan
 from roll.devices.residency import NEEDS, Stage
 from roll.devices.spec import format_devices, runs
-from roll.strategy.offload import Level
+from roll.strategy.offload import Residency
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Resident:
 
     role: str
     rank: int
-    level: Level
+    level: Residency
     bytes: int
 
 
@@ -205,7 +205,7 @@ def _alike_columns(column: Column, device: Device, pool: DeviceMemory, cells: tu
     return [_signature(many[-1], ranks) for many in column.cells] == [_signature(cell, ranks) for cell in cells]
 
 
-def _signature(cell: tuple[Resident, ...], ranks: bool) -> list[tuple[str, int, Level, int]]:
+def _signature(cell: tuple[Resident, ...], ranks: bool) -> list[tuple[str, int, Residency, int]]:
     return [(one.role, one.rank if ranks else 0, one.level, one.bytes) for one in cell]
 
 

@@ -23,11 +23,11 @@ from typing import Literal, get_args
 
 from roll.devices.inventory import Device
 from roll.devices.map import PROCESS_ROLES, SCORING_ROLES, DeviceMap
-from roll.strategy.offload import Level
+from roll.strategy.offload import Residency
 
 Stage = Literal["generate", "reference", "critic", "train", "publish"]
-LEVELS: tuple[Level, ...] = get_args(Level)
-NEEDS: dict[Stage, dict[str, Level]] = {
+LEVELS: tuple[Residency, ...] = get_args(Residency)
+NEEDS: dict[Stage, dict[str, Residency]] = {
     "generate": {"actor_infer": "all", "reward_model": "all", "judge": "all"},
     "reference": {"reference": "all"},
     "critic": {"critic": "all"},
@@ -46,12 +46,12 @@ class ResidencyTable:
     """The residency of every worker of a model role in every stage of a step."""
 
     stages: tuple[Stage, ...]
-    levels: Mapping[Stage, Mapping[Name, Level]]
+    levels: Mapping[Stage, Mapping[Name, Residency]]
 
-    def level(self, stage: Stage, role: str, rank: int) -> Level:
+    def level(self, stage: Stage, role: str, rank: int) -> Residency:
         return self.levels[stage][role, rank]
 
-    def lowest(self, role: str, rank: int) -> Level:
+    def lowest(self, role: str, rank: int) -> Residency:
         """The lowest residency of the worker over all stages."""
         return min((self.level(stage, role, rank) for stage in self.stages), key=LEVELS.index)
 
@@ -73,13 +73,13 @@ def residency(map: DeviceMap, offload: bool) -> ResidencyTable:
     present = {*map.roles, *SCORING_ROLES}
     stages = tuple(stage for stage in get_args(Stage) if present >= NEEDS[stage].keys())
     if not offload:
-        everything: dict[Name, Level] = dict.fromkeys(workers, "all")
+        everything: dict[Name, Residency] = dict.fromkeys(workers, "all")
         return ResidencyTable(stages, dict.fromkeys(stages, everything))
-    floor: dict[Name, Level] = dict.fromkeys(workers, "none")
+    floor: dict[Name, Residency] = dict.fromkeys(workers, "none")
     if map.one_copy:
         floor["actor_train", 0] = "weights"
     state = dict(floor)
-    levels: dict[Stage, dict[Name, Level]] = {}
+    levels: dict[Stage, dict[Name, Residency]] = {}
     for _ in range(2):  # in the second pass every worker starts with the residency the previous step left
         for stage in stages:
             state = levels[stage] = _enter(stage, state, floor, workers)
@@ -87,15 +87,18 @@ def residency(map: DeviceMap, offload: bool) -> ResidencyTable:
 
 
 def _enter(
-    stage: Stage, before: Mapping[Name, Level], floor: Mapping[Name, Level], workers: Mapping[Name, frozenset[Device]]
-) -> dict[Name, Level]:
+    stage: Stage,
+    before: Mapping[Name, Residency],
+    floor: Mapping[Name, Residency],
+    workers: Mapping[Name, frozenset[Device]],
+) -> dict[Name, Residency]:
     needs = NEEDS[stage]
     needing: dict[Device, set[str]] = {}
     for (role, _), devices in workers.items():
         if role in needs:
             for device in devices:
                 needing.setdefault(device, set()).add(role)
-    after: dict[Name, Level] = {}
+    after: dict[Name, Residency] = {}
     for name, devices in workers.items():
         needed = needs.get(name[0], "none")
         crowded = any(needing.get(device, set()) - {name[0]} for device in devices)
@@ -103,5 +106,5 @@ def _enter(
     return after
 
 
-def _highest(*levels: Level) -> Level:
+def _highest(*levels: Residency) -> Residency:
     return max(levels, key=LEVELS.index)

@@ -14,7 +14,7 @@ from roll.devices.residency import ResidencyTable
 from roll.model.classifier import load_classifier_config
 from roll.model.find import find_model
 from roll.model.loading import load_model_config, load_tokenizer
-from roll.pipeline.start import aside, met
+from roll.pipeline.start import met, offload_at_start
 from roll.strategy.infer.vllm_args import check_vllm
 from roll.workers.device import DeviceWorker
 from roll.workers.judge import JudgeWorker
@@ -55,7 +55,7 @@ async def _reward_model(
         return None
     places = map.roles["reward_model"].places
     cluster = await Cluster.start(executor, lambda place: RewardModelWorker(place, config), places)
-    return await met(cluster, RewardModelWorker.hold, stages, config.supervise)
+    return await met(cluster, RewardModelWorker.set_residency, stages, config.supervise)
 
 
 async def _judge(
@@ -65,7 +65,7 @@ async def _judge(
         return None
     cluster = await Cluster.start(executor, lambda place: JudgeWorker(place, config), map.roles["judge"].places)
     await cluster.call(JudgeWorker.start)
-    return await aside(cluster, JudgeWorker.hold, stages)
+    return await offload_at_start(cluster, JudgeWorker.set_residency, stages)
 
 
 def scorer_peaks(scorers: RewardModelClient) -> dict[str, Coroutine[Any, Any, list[int]]]:

@@ -23,7 +23,7 @@ from roll.devices.run_requirements import SFT_ROLES, rlvr_roles
 from roll.env.stats import EnvStats
 from roll.model.find import find_model
 from roll.pipeline.reward_models import scorer_peaks, start_scorers
-from roll.pipeline.start import LEAST_SILENT_S, aside, met, watched
+from roll.pipeline.start import LEAST_SILENT_S, met, offload_at_start, watched
 from roll.process.structured_gather import together
 from roll.reward import RewardSpec
 from roll.reward.stats import GraderStats
@@ -31,7 +31,7 @@ from roll.rollout.worker import RolloutWorker
 from roll.run.checkpoint import verify_model
 from roll.scheduler.rollout_pool import RolloutPool
 from roll.scheduler.router import Router
-from roll.strategy.offload import Level
+from roll.strategy.offload import Residency
 from roll.workers.critic import CriticWorker
 from roll.workers.env import EnvWorker
 from roll.workers.infer import InferWorker
@@ -109,11 +109,11 @@ class TrainRoles:
         """Restarts actor and critic, and the reference if it does not answer, then loads the checkpoint into actor and
         critic (without one they start from their initial weights). If a worker dies meanwhile, raises; the call may be
         repeated."""
-        await _restart(self.actor, TrainWorker.hold, self.stages, supervise)
+        await _restart(self.actor, TrainWorker.set_residency, self.stages, supervise)
         if self.reference is not None and not await _answers(self.reference):
-            await _restart(self.reference, TrainWorker.hold, self.stages, supervise)
+            await _restart(self.reference, TrainWorker.set_residency, self.stages, supervise)
         if self.critic is not None:
-            await _restart(self.critic, CriticWorker.hold, self.stages, supervise)
+            await _restart(self.critic, CriticWorker.set_residency, self.stages, supervise)
         if checkpoint is not None:
             await self.load(checkpoint, supervise)
 
@@ -355,7 +355,7 @@ async def _start_actor(
 ) -> Cluster[TrainWorker]:
     places = map.roles["actor_train"].places
     actor = await Cluster.start(executor, lambda place: TrainWorker(place, config), places)
-    return await met(actor, TrainWorker.hold, stages, config.supervise)
+    return await met(actor, TrainWorker.set_residency, stages, config.supervise)
 
 
 async def _start(
@@ -394,7 +394,7 @@ async def _start(
     async def start_engines() -> Cluster[InferWorker]:
         own = not map.one_copy
         engines = await start("actor_infer", lambda place: InferWorker(place, config, own_weights=own))
-        return await aside(engines, InferWorker.hold, stages)
+        return await offload_at_start(engines, InferWorker.set_residency, stages)
 
     async def start_environments() -> Cluster[EnvWorker] | None:
         if "env" not in places:
@@ -410,13 +410,13 @@ async def _start(
         if "reference" not in places:
             return None
         frozen = await start("reference", lambda place: TrainWorker(place, config, trainable=False))
-        return await met(frozen, TrainWorker.hold, stages, config.supervise)
+        return await met(frozen, TrainWorker.set_residency, stages, config.supervise)
 
     async def start_critic() -> Cluster[CriticWorker] | None:
         if "critic" not in places:
             return None
         critic = await start("critic", lambda place: CriticWorker(place, config))
-        return await met(critic, CriticWorker.hold, stages, config.supervise)
+        return await met(critic, CriticWorker.set_residency, stages, config.supervise)
 
     async def start_models() -> Models:
         if stages.takes_turns:  # one after the other: they may not fit on the devices together
@@ -456,7 +456,7 @@ async def _start(
 
 
 async def _restart(
-    cluster: Cluster[G], hold: Callable[[G, Level], Any], stages: ResidencyTable, supervise: SuperviseConfig
+    cluster: Cluster[G], hold: Callable[[G, Residency], Any], stages: ResidencyTable, supervise: SuperviseConfig
 ) -> None:
     """Restarts all workers of a role, in the state in which the run started them."""
     for ranks in cluster.units:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from roll.cluster import Cluster, RestartPolicy, Supervisor, Worker
 from roll.config.schema import SuperviseConfig
 from roll.devices.residency import ResidencyTable
-from roll.strategy.offload import Level
+from roll.strategy.offload import Residency
 from roll.workers.rank_group import GroupWorker, meet
 
 W = TypeVar("W", bound=Worker)
@@ -20,7 +20,9 @@ LEAST_SILENT_S = 20.0
 """Importing libraries and loading a model may keep a starting worker from answering for some seconds."""
 
 
-async def aside(cluster: Cluster[W], hold: Callable[[W, Level], Any], stages: ResidencyTable) -> Cluster[W]:
+async def offload_at_start(
+    cluster: Cluster[W], hold: Callable[[W, Residency], Any], stages: ResidencyTable
+) -> Cluster[W]:
     """Offloads the workers to their lowest residency, to make space for others that start on the same devices."""
     levels = [stages.lowest(cluster.role, place.rank) for place in cluster.places]
     moves = [(rank, level) for rank, level in enumerate(levels) if level != "all"]
@@ -29,11 +31,11 @@ async def aside(cluster: Cluster[W], hold: Callable[[W, Level], Any], stages: Re
 
 
 async def met(
-    cluster: Cluster[G], hold: Callable[[G, Level], Any], stages: ResidencyTable, supervise: SuperviseConfig
+    cluster: Cluster[G], hold: Callable[[G, Residency], Any], stages: ResidencyTable, supervise: SuperviseConfig
 ) -> Cluster[G]:
     """Joins the ranks of a sharded role, which then load their model, and offloads them to make space for other roles."""
     async with watched(supervise, cluster):
-        return await aside(await meet(cluster), hold, stages)
+        return await offload_at_start(await meet(cluster), hold, stages)
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Level = Literal["none", "weights", "all"]
+Residency = Literal["none", "weights", "all"]
 """Residency of a role on its device: nothing, the weights, or everything it works with."""
 
 
@@ -45,7 +45,7 @@ class TensorOffloader:
                 tensor.data = tensor.detach().to(self._device, non_blocking=True)
         torch.cuda.synchronize(self._device)
 
-    def hold(self, level: Level, weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    def set_residency(self, level: Residency, weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
         """Moves tensors so that the device holds those named by `level`; `own` are the role's tensors besides the
         weights."""
         everything = {**weights, **own}

@@ -11,7 +11,7 @@ from roll.cluster import Dispatch, WorkerPlacement, dispatch
 from roll.config.schema import Config
 from roll.data.batch import Batch
 from roll.data.remote_columns import TokenColumn
-from roll.strategy.offload import Level
+from roll.strategy.offload import Residency
 from roll.strategy.train.base import UpdateStats, ValueStrategy
 from roll.strategy.train.factory import make_critic
 from roll.workers.rank_group import GroupWorker
@@ -50,9 +50,9 @@ class CriticWorker(GroupWorker):
         return self.strategy.update(batch, credit, step)
 
     @dispatch(Dispatch.ALL)
-    def hold(self, level: Level) -> None:
+    def set_residency(self, level: Residency) -> None:
         """Sets the residency level: keeps that much on the device and offloads the rest to host memory."""
-        self.strategy.hold(level)
+        self.strategy.set_residency(level)
 
     @dispatch(Dispatch.ONE)
     def save(self, folder: Path) -> None:

@@ -19,7 +19,7 @@ from roll.workers.device import DeviceWorker
 if TYPE_CHECKING:  # processes that only call an engine do not import torch
     from roll.engine.slot_engine import EngineStats
     from roll.strategy.infer.base import InferStrategy
-    from roll.strategy.offload import Level
+    from roll.strategy.offload import Residency
     from roll.weight_sync.rendezvous import Rendezvous, WeightAnnouncement
     from roll.weight_sync.stream import Receiver, WeightManifest
     from roll.weight_sync.weights import Weights
@@ -241,11 +241,11 @@ class InferWorker(DeviceWorker):
         await self._strategy.resume()
 
     @dispatch(Dispatch.ALL)
-    async def hold(self, level: Level) -> None:
+    async def set_residency(self, level: Residency) -> None:
         """Sets the residency level: keeps that much on the device. Below `all` no request may be running."""
         if self._receiver is not None:
             self._receiver.let_go()
-        await self._strategy.hold(level)
+        await self._strategy.set_residency(level)
 
     @dispatch(Dispatch.ONE)
     def stats(self) -> EngineStats:

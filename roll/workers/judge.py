@@ -22,7 +22,7 @@ from roll.workers.device import DeviceWorker
 from roll.workers.residency_gate import ResidencyGate
 
 if TYPE_CHECKING:
-    from roll.strategy.offload import Level
+    from roll.strategy.offload import Residency
 
 _LEAVE_S = 60.0
 """Deadline for the engine to abort its requests."""
@@ -81,7 +81,7 @@ class JudgeWorker(DeviceWorker):
         self._engine.strategy.abort([id for id in self._open if id.rpartition(".")[0] == question])
 
     @dispatch(Dispatch.ALL)
-    async def hold(self, level: Level) -> None:
+    async def set_residency(self, level: Residency) -> None:
         """Sets the residency level: keeps that much on the device. Below `all` the judge answers nothing: it aborts
         replies in progress, and their callers ask again."""
         if level != "all":
@@ -90,7 +90,7 @@ class JudgeWorker(DeviceWorker):
             async with asyncio.timeout(_LEAVE_S):
                 while self._open:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
-        await self._engine.hold(level)
+        await self._engine.set_residency(level)
         if level == "all":
             self._residency_gate.begin()
 

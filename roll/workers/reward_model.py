@@ -23,7 +23,7 @@ from roll.workers.rank_group import GroupWorker
 from roll.workers.residency_gate import ResidencyGate
 
 if TYPE_CHECKING:  # processes that only call it do not import torch
-    from roll.strategy.offload import Level
+    from roll.strategy.offload import Residency
     from roll.strategy.train.base import RewardStrategy
     from roll.strategy.train.sharded.process_group import RankGroup
     from roll.workers.rank_commands import RankCommands
@@ -47,7 +47,7 @@ class RewardModelWorker(GroupWorker):
         self._orders: RankCommands | None = None
         self._following: asyncio.Task[None] | None = None
         self._holds: asyncio.Queue[None] = asyncio.Queue()
-        """One entry per `hold` command that this rank has executed."""
+        """One entry per `set_residency` command that this rank has executed."""
         super().__init__(place, config.deterministic)
 
     def build(self, group: RankGroup | None) -> None:
@@ -84,7 +84,7 @@ class RewardModelWorker(GroupWorker):
         return await answer
 
     @dispatch(Dispatch.ALL)
-    async def hold(self, level: Level) -> None:
+    async def set_residency(self, level: Residency) -> None:
         """Sets the residency level: keeps that much on the device and offloads the rest to host memory. Below `all` the
         worker scores nothing."""
         if not self.is_first:
@@ -98,7 +98,7 @@ class RewardModelWorker(GroupWorker):
                     answer.set_result(None)
         if self._orders is not None:
             self._orders.give(level)
-        self.strategy.hold(level)
+        self.strategy.set_residency(level)
         if level == "all":
             self._residency_gate.begin()
 
@@ -108,7 +108,7 @@ class RewardModelWorker(GroupWorker):
             # waits: for as long as rank 0 lives, and this process with it
             order = await orders.next()
             if isinstance(order, str):
-                self.strategy.hold(cast("Level", order))
+                self.strategy.set_residency(cast("Level", order))
                 self._holds.put_nowait(None)
                 continue
             try:

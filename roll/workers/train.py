@@ -17,7 +17,7 @@ from roll.cluster import Dispatch, WorkerPlacement, dispatch
 from roll.config.schema import Config
 from roll.data.batch import Batch
 from roll.data.remote_columns import Array, Indices, TokenColumn
-from roll.strategy.offload import Level
+from roll.strategy.offload import Residency
 from roll.strategy.train.base import TrainStrategy, UpdateStats
 from roll.strategy.train.factory import make_trainer
 from roll.strategy.train.single import SingleStrategy
@@ -123,11 +123,11 @@ class TrainWorker(GroupWorker):
             await self._member.contribute(sender.contribute_all)
 
     @dispatch(Dispatch.ALL)
-    def hold(self, level: Level) -> None:
+    def set_residency(self, level: Residency) -> None:
         """Sets the residency level: keeps that much on the device and offloads the rest to host memory."""
         if self._sender is not None:
             self._sender.let_go()
-        self.strategy.hold(level)
+        self.strategy.set_residency(level)
 
     @dispatch(Dispatch.ONE)
     def save(self, folder: FilePath) -> None:

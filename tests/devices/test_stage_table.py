@@ -9,7 +9,7 @@ import pytest
 from roll.config.schema import Config
 from roll.devices.inventory import Inventory
 from roll.devices.map import DeviceMap, make_map
-from roll.devices.residency import NEEDS, Level, ResidencyTable, residency
+from roll.devices.residency import NEEDS, Residency, ResidencyTable, residency
 
 
 def mapped(executor: str, roles: dict[str, Any], *, reference: bool = False, gpus: int = 4, **rest: Any) -> DeviceMap:
@@ -20,7 +20,7 @@ def mapped(executor: str, roles: dict[str, Any], *, reference: bool = False, gpu
     return make_map(config, inventory, roles_in_use=in_use)
 
 
-def shown(table: ResidencyTable) -> dict[str, dict[str, Level]]:
+def shown(table: ResidencyTable) -> dict[str, dict[str, Residency]]:
     return {
         stage: {f"{role}{rank}": level for (role, rank), level in table.levels[stage].items()} for stage in table.stages
     }

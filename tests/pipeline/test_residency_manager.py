@@ -15,9 +15,9 @@ from roll.devices.residency import residency
 from roll.pipeline.residency_manager import ResidencyManager
 from roll.pipeline.roles import Roles
 from roll.scheduler.router import Router
-from roll.strategy.offload import Level
+from roll.strategy.offload import Residency
 
-Moves = list[tuple[str, Level]]
+Moves = list[tuple[str, Residency]]
 
 
 class Toy(Worker):
@@ -26,7 +26,7 @@ class Toy(Worker):
     moves: Moves
 
     @dispatch(Dispatch.ALL)
-    async def hold(self, level: Level) -> None:
+    async def hold(self, level: Residency) -> None:
         await asyncio.sleep(0)
         self.moves.append((self.placement.name, level))
 

@@ -16,14 +16,14 @@ from roll.data import Batch, Sample, Task
 from roll.model import attention
 from roll.model.tiny import character_tokenizer
 from roll.strategy.infer.native import NativeStrategy
-from roll.strategy.offload import Level, TensorOffloader
+from roll.strategy.offload import Residency, TensorOffloader
 from roll.strategy.train.single import SingleStrategy
 from roll.weight_sync.stream import Sender, WeightManifest
 from roll.weight_sync.weights import named_tensors
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LOSS = LossSpec("clipped", {"clip_low": 0.2, "clip_high": 0.3}, correction=CorrectionSpec())
-ORDER: tuple[Level, ...] = ("weights", "none", "all", "none", "weights", "all")
+ORDER: tuple[Residency, ...] = ("weights", "none", "all", "none", "weights", "all")
 
 
 def model_of(device: str, dtype: torch.dtype) -> LlamaForCausalLM:
@@ -64,7 +64,7 @@ def test_a_trainer_goes_on_as_if_it_had_stayed(device: str, dtype: torch.dtype) 
         for step in range(3):
             trainer.update(batch_of(step), LOSS, step)
             for level in ORDER if moves else ():
-                trainer.hold(level)
+                trainer.set_residency(level)
                 here = {tensor.device.type for tensor in trainer.model.parameters()}
                 assert here == {"cpu" if level == "none" else device}
                 own = trainer._optimizer.tensors() if trainer._optimizer is not None else {}
@@ -98,7 +98,7 @@ def test_an_engine_receives_weights_after_it_was_laid_aside(device: str, late: b
     for version in range(3):
         trainer.update(batch_of(version), LOSS, version)
         for level in ORDER:
-            asyncio.run(engine.hold(level))
+            asyncio.run(engine.set_residency(level))
         manifest = _manifest(trainer, version)
         tensors = engine.begin_loading(manifest)
         with torch.no_grad():

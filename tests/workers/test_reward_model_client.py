@@ -96,11 +96,11 @@ def test_while_a_reward_model_is_away_nobody_runs_out_of_time(tmp_path: Path, mo
         cluster = await reward_model(save_liking(tmp_path, "7"))
         asked = models(RewardModelClient(reward_model=cluster))
         before = await asked.score(answered("7"), 20)
-        await cluster.call(RewardModelWorker.hold, "none")
+        await cluster.call(RewardModelWorker.set_residency, "none")
         waiting = asyncio.create_task(asked.score(answered("7"), 0.5))
         await asyncio.sleep(1.0)  # twice its deadline
         assert not waiting.done()
-        await cluster.call(RewardModelWorker.hold, "all")
+        await cluster.call(RewardModelWorker.set_residency, "all")
         assert await waiting == before
 
     go(main())
@@ -119,10 +119,10 @@ def test_a_judge_says_the_same_alone_in_company_and_after_it_was_away(monkeypatc
         assert fifth == alone[4]
         interrupted = asyncio.create_task(asked.replies(SAID, many, 30))
         await asyncio.sleep(0.05)
-        await cluster.call(JudgeWorker.hold, "none")
+        await cluster.call(JudgeWorker.set_residency, "none")
         await asyncio.sleep(0.05)
         assert not interrupted.done()
-        await cluster.call(JudgeWorker.hold, "all")
+        await cluster.call(JudgeWorker.set_residency, "all")
         assert await interrupted == alone
         await cluster._handles[0]._worker.close()  # type: ignore[attr-defined]
 

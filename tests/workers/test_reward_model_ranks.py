@@ -53,7 +53,7 @@ async def asked(folder: Path, worker: type[OneFails]) -> list[BaseException | No
     places = [WorkerPlacement("reward_model", rank, 2, threads=1, mesh=MeshShape(shard=2)) for rank in range(2)]
     try:
         cluster = await meet(await Cluster.start(executor, lambda place: worker(place, settings), places))
-        await cluster.call(RewardModelWorker.hold, "all")
+        await cluster.call(RewardModelWorker.set_residency, "all")
         return [await failure(cluster) for _ in range(2)]
     finally:
         await executor.close()

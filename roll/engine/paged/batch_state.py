@@ -154,9 +154,9 @@ class BatchState:
         self.log_probs[slot, :drawn] = sequence.log_probs
         self.held[slot] = 0
         blocks, sequence.blocks = sequence.blocks, []
-        self.hold(sequence, blocks)
+        self.add_blocks(sequence, blocks)
 
-    def hold(self, sequence: PagedSequence, blocks: list[int]) -> None:
+    def add_blocks(self, sequence: PagedSequence, blocks: list[int]) -> None:
         """Appends blocks to the sequence's block table."""
         sequence.blocks.extend(blocks)
         start, end = int(self.held[sequence.slot]), len(sequence.blocks)

@@ -337,7 +337,7 @@ class PagedEngine:
             else:
                 self._give_up(keeps_routes=True)
         for slot in short:
-            slots.hold(self._sequence(slot), self._kv_manager.pool.take(1))
+            slots.add_blocks(self._sequence(slot), self._kv_manager.pool.take(1))
 
     def _give_up(self, keeps_routes: bool = False) -> None:
         """Preempts the youngest running sequence: it becomes the first of the waiting. With `keeps_routes`, the routes

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from roll.engine.request import Completion, Progress, Request
 from roll.engine.slot_engine import EngineStats
-from roll.strategy.offload import Level
+from roll.strategy.offload import Residency
 from roll.weight_sync.stream import WeightManifest
 from roll.weight_sync.weights import Weights
 
@@ -49,7 +49,7 @@ class InferStrategy(Protocol):
         """Serves the version whose tensors were received, after the probe check."""
         ...
 
-    async def hold(self, level: Level) -> None:
+    async def set_residency(self, level: Residency) -> None:
         """Keeps the tensors named by `level` on the device and offloads the rest. Below `all` no request may be
         running."""
         ...

@@ -15,7 +15,7 @@ from roll.model.loading import choose_dtype, load_model, load_tokenizer
 from roll.strategy.infer.base import InferStrategy
 from roll.strategy.infer.factory import vllm_engine
 from roll.strategy.infer.native import NativeStrategy
-from roll.strategy.offload import Level, TensorOffloader
+from roll.strategy.offload import Residency, TensorOffloader
 from roll.strategy.train.probe import Probe
 from roll.weight_sync.weights import Weights
 
@@ -58,8 +58,8 @@ class FrozenEngine:
         if self._native:
             self._model, self._offloader = model, TensorOffloader(model.device)
 
-    async def hold(self, level: Level) -> None:
-        await self.strategy.hold(level)
+    async def set_residency(self, level: Residency) -> None:
+        await self.strategy.set_residency(level)
         if self._model is None or self._offloader is None:
             return
         weights = dict(self._model.named_parameters())

@@ -19,7 +19,7 @@ from roll.engine.factory import make_engine
 from roll.engine.paged.engine import PagedEngine
 from roll.engine.request import Completion, Progress, Request
 from roll.engine.slot_engine import EngineStats, SlotEngine
-from roll.strategy.offload import Level, TensorOffloader
+from roll.strategy.offload import Residency, TensorOffloader
 from roll.weight_sync.stream import WeightManifest
 from roll.weight_sync.weights import Weights, check_probe, check_shared, named_tensors
 
@@ -143,7 +143,7 @@ class NativeStrategy:
             records_routes=self._records_routes,
         )
 
-    async def hold(self, level: Level) -> None:
+    async def set_residency(self, level: Residency) -> None:
         if level != "all" and self._engine is not None:
             self._engine.release()
         if self._own_model is not None and self._offloader is not None:

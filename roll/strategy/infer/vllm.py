@@ -38,7 +38,7 @@ from roll.model.hf_state_dict import with_tied
 from roll.strategy.infer.orphan_reaper import OrphanReaper, deaf_to_ctrl_c
 from roll.strategy.infer.vllm_args import LEAST_TEMPERATURE
 from roll.strategy.infer.vllm_engine import VllmSettings, drawing, environment_of, probing, recalling, start
-from roll.strategy.offload import Level
+from roll.strategy.offload import Residency
 from roll.weight_sync.digest import digests
 from roll.weight_sync.host_copy import HostCopy
 from roll.weight_sync.layout import TensorSpec
@@ -132,7 +132,7 @@ class VllmStrategy:
         self._unproven: Weights | WeightManifest | None = None
         """Weights loaded while the engine was asleep: they are probed once it is awake."""
         self._paused = False
-        self._level: Level = "all"
+        self._level: Residency = "all"
         self._residency_gate = asyncio.Lock()
         """Held while the engine is being paused or its weights change."""
         self._salt = 0
@@ -375,7 +375,7 @@ class VllmStrategy:
 
     # lifecycle
 
-    async def hold(self, level: Level) -> None:
+    async def set_residency(self, level: Residency) -> None:
         if level != "all" and self._running:
             raise RunError(f"the engine cannot leave its device: {len(self._running)} requests are running")
         if not self._settings.sleeps or level == self._level:

@@ -13,7 +13,7 @@ from torch import Tensor
 from roll.algorithm.loss_inputs import CreditSpec, LossSpec
 from roll.data.batch import Batch
 from roll.data.tokenlog import FloatArray, IntArray
-from roll.strategy.offload import Level
+from roll.strategy.offload import Residency
 from roll.weight_sync.stream import TensorSource
 
 
@@ -91,7 +91,7 @@ class Kept(Protocol):
     """Residency and checkpoints: what every trainer does with its parameters and moments. If the trainer has several
     ranks, every rank calls each of these methods."""
 
-    def hold(self, level: Level) -> None:
+    def set_residency(self, level: Residency) -> None:
         """Keeps the tensors named by `level` on the device and offloads the rest to host memory."""
         ...
 
@@ -154,7 +154,7 @@ class RewardStrategy(Protocol):
         """fp32 scores, one per conversation."""
         ...
 
-    def hold(self, level: Level) -> None:
+    def set_residency(self, level: Residency) -> None:
         """Keeps the tensors named by `level` on the device and offloads the rest to host memory."""
         ...
 

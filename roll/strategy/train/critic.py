@@ -24,7 +24,7 @@ from roll.data.batch import Batch
 from roll.data.tokenlog import FloatArray
 from roll.model.loading import quiet
 from roll.model.value_head import ValueModel
-from roll.strategy.offload import Level, TensorOffloader
+from roll.strategy.offload import Residency, TensorOffloader
 from roll.strategy.train.base import NotFinite, UpdateStats
 from roll.strategy.train.forward import ForwardRunner
 from roll.strategy.train.microbatch import MicroBatch
@@ -135,8 +135,8 @@ class CriticStrategy(CriticTrainer):
         super().__init__(ValueModel(model), config, value_clip, OneProcess(model.device), ForwardRunner(model, config))
         self._offloader = TensorOffloader(model.device)
 
-    def hold(self, level: Level) -> None:
-        self._offloader.hold(level, dict(self.model.named_parameters()), self._optimizer.tensors())
+    def set_residency(self, level: Residency) -> None:
+        self._offloader.set_residency(level, dict(self.model.named_parameters()), self._optimizer.tensors())
 
     def save(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)

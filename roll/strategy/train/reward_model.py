@@ -18,7 +18,7 @@ from roll.config.schema import TrainConfig
 from roll.data.batch import Batch
 from roll.data.tokenlog import FloatArray, IntArray
 from roll.model.classifier import as_read
-from roll.strategy.offload import Level, TensorOffloader
+from roll.strategy.offload import Residency, TensorOffloader
 from roll.strategy.train.forward import ForwardRunner
 from roll.strategy.train.microbatch import MicroBatch
 from roll.strategy.train.work_split import OneProcess, WorkSplit
@@ -75,9 +75,9 @@ class RewardModelStrategy(RewardModelTrainer):
         super().__init__(model, OneProcess(model.device), passes, exact=exact)
         self._offloader = TensorOffloader(model.device)
 
-    def hold(self, level: Level) -> None:
+    def set_residency(self, level: Residency) -> None:
         """Keeps the tensors named by `level` on the device and offloads the rest to host memory."""
-        self._offloader.hold(level, dict(self.model.named_parameters()), {})
+        self._offloader.set_residency(level, dict(self.model.named_parameters()), {})
 
     def close(self) -> None:
         """There is nothing to free: all tensors belong to this process."""

@@ -13,7 +13,7 @@ from roll.config.schema import TrainConfig
 from roll.model.loading import quiet
 from roll.model.lora import Adapters
 from roll.model.shard_loading import load_shards
-from roll.strategy.offload import Level, TensorOffloader
+from roll.strategy.offload import Residency, TensorOffloader
 from roll.strategy.train.forward import ForwardRunner
 from roll.strategy.train.policy import PolicyTrainer
 from roll.strategy.train.probe import Probe
@@ -53,9 +53,9 @@ class SingleStrategy(PolicyTrainer):
     def probe(self) -> tuple[Tensor, Tensor]:
         return self._probe.prompt, self._probe.log_probs()
 
-    def hold(self, level: Level) -> None:
+    def set_residency(self, level: Residency) -> None:
         own = self._optimizer.tensors() if self._optimizer is not None else {}
-        self._offloader.hold(level, dict(self.model.named_parameters()), own)
+        self._offloader.set_residency(level, dict(self.model.named_parameters()), own)
 
     def save(self, folder: Path) -> None:
         assert self._optimizer is not None, "a frozen model has nothing to save"

@@ -543,13 +543,13 @@ def test_one_that_runs_something_does_not_leave_its_device_and_an_idle_one_comes
         served.engine.submit([request("running", 200)])
         await served.until_drawn("running", 2)
         with pytest.raises(RunError, match="running"):
-            await served.engine.hold("weights")
+            await served.engine.set_residency("weights")
         served.engine.abort(["running"])
         await served.drain()
         before = await served.generate(asked)
         for levels in (["weights", "all"], ["none", "weights", "all"], ["none", "all"]):
             for level in levels:
-                await served.engine.hold(level)  # type: ignore[arg-type]
+                await served.engine.set_residency(level)  # type: ignore[arg-type]
             assert tokens((await served.generate(asked))["a"]) == tokens(before["a"])
 
     served.run(main())
@@ -557,10 +557,10 @@ def test_one_that_runs_something_does_not_leave_its_device_and_an_idle_one_comes
 
 def test_weights_are_loaded_while_only_they_are_on_the_device(served: Served) -> None:
     async def main() -> None:
-        await served.engine.hold("none")
-        await served.engine.hold("weights")
+        await served.engine.set_residency("none")
+        await served.engine.set_residency("weights")
         await served.publish(SECOND)
-        await served.engine.hold("all")
+        await served.engine.set_residency("all")
         asked = request("a", 20)
         done = (await served.generate(asked))["a"]
         assert done.versions.tolist() == [served.version] * 20
@@ -579,9 +579,9 @@ def test_one_that_leaves_its_device_frees_memory_and_takes_it_again(served: Serv
             return torch.cuda.mem_get_info()[0]
 
         awake = free()
-        await served.engine.hold("none")
+        await served.engine.set_residency("none")
         asleep = free()
-        await served.engine.hold("all")
+        await served.engine.set_residency("all")
         assert asleep > awake
         assert free() < asleep
 

@@ -305,10 +305,10 @@ def test_only_an_idle_engine_lays_its_cache_aside_and_the_next_request_brings_it
         served.submit([request("a", 5, seed=1)])
         served._finished += served.engine.step()
         with pytest.raises(RunError, match="running"):
-            at_once(served.hold("weights"))
+            at_once(served.set_residency("weights"))
         (first,) = await drain(served)
-        at_once(served.hold("weights"))
-        at_once(served.hold("all"))
+        at_once(served.set_residency("weights"))
+        at_once(served.set_residency("all"))
         served.submit([request("a", 5, seed=1)])
         (second,) = await drain(served)
         assert first.ids.tolist() == second.ids.tolist()

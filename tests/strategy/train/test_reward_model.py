@@ -59,8 +59,8 @@ def test_the_token_that_is_read_is_the_last_that_is_no_padding(tmp_path: Path) -
 def test_laid_aside_and_back_it_scores_the_same(tmp_path: Path) -> None:
     scorer = made(save_random(tmp_path))
     before = scorer.scores([tokens("x")])
-    scorer.hold("none")
-    scorer.hold("all")
+    scorer.set_residency("none")
+    scorer.set_residency("all")
     assert scorer.scores([tokens("x")]) == before
 
 

@@ -524,7 +524,7 @@ def test_the_captured_probe_is_of_the_parameters_as_they_are_wherever_they_are()
     for step in range(4):
         if step == 2:
             for level in ("none", "all"):
-                strategy.hold(level)  # type: ignore[arg-type]
+                strategy.set_residency(level)  # type: ignore[arg-type]
         seen.append(strategy.weights(step).log_probs)
         twin.load_state_dict({name: tensor.cpu() for name, tensor in strategy.model.state_dict().items()})
         expected = make_strategy(twin).weights(step).log_probs

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
-from roll.strategy.offload import Level
+from roll.strategy.offload import Residency
 
 BLOCK_BYTES = 1 << 30
 """PyTorch rounds each pinned allocation up to a power of two: whole blocks of such a size waste nothing."""
@@ -34,7 +34,7 @@ class ShardOffload:
         self._memory = PinnedMemory()
         self._buffers: dict[str, Tensor] = {}
 
-    def hold(self, level: Level, own: Mapping[str, Tensor]) -> None:
+    def set_residency(self, level: Residency, own: Mapping[str, Tensor]) -> None:
         """Keeps the tensors named by `level` on the device and the rest in host memory; `own` are the optimizer's tensors
         besides the parameters, by names that stay the same."""
         reshard(self._module)  # gathered parameters are not shards: they would stay on the device
@@ -43,9 +43,9 @@ class ShardOffload:
         if self._device.type == "cuda" and level != "all":
             torch.cuda.empty_cache()  # leaves the memory to the other processes on this GPU
 
-    def _move(self, level: Level, own: Mapping[str, Tensor]) -> None:
+    def _move(self, level: Residency, own: Mapping[str, Tensor]) -> None:
         weights = dict(self._module.named_parameters())
-        levels: dict[Level, Mapping[str, Tensor]] = {"none": {}, "weights": weights, "all": {**weights, **own}}
+        levels: dict[Residency, Mapping[str, Tensor]] = {"none": {}, "weights": weights, "all": {**weights, **own}}
         coming = levels[level]
         leaving = {name: tensor for name, tensor in levels["all"].items() if name not in coming}
         replace_locals(self._module, own, self._to_host(leaving) | self._to_device(coming))

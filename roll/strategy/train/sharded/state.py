@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.model.shard_loading import load_shards
-from roll.strategy.offload import Level
+from roll.strategy.offload import Residency
 from roll.strategy.train.forward import ForwardRunner
 from roll.strategy.train.optimizer import MasterAdamW
 from roll.strategy.train.saved_state import load_state
@@ -38,9 +38,9 @@ class ShardedState:
         """The tensors to send to engines. A collective call."""
         return sharded_source(self._sharded.module, self._group, self._sharded.dtype)
 
-    def hold(self, level: Level) -> None:
+    def set_residency(self, level: Residency) -> None:
         """Keeps the tensors named by `level` on the device and offloads the rest to host memory."""
-        self._offload.hold(level, {} if self._optimizer is None else self._optimizer.tensors())
+        self._offload.set_residency(level, {} if self._optimizer is None else self._optimizer.tensors())
 
     def save(self, folder: Path) -> None:
         """Starts a checkpoint: its values are copied when this returns."""

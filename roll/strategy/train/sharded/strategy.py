@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.config.schema import TrainConfig
-from roll.strategy.offload import Level
+from roll.strategy.offload import Residency
 from roll.strategy.train.critic import CriticTrainer
 from roll.strategy.train.forward import ForwardRunner
 from roll.strategy.train.microbatch import sequence
@@ -30,8 +30,8 @@ class _Rank:
     group: RankGroup
     _state: ShardedState
 
-    def hold(self, level: Level) -> None:
-        self._state.hold(level)
+    def set_residency(self, level: Residency) -> None:
+        self._state.set_residency(level)
 
     def save(self, folder: Path) -> None:
         self._state.save(folder)

@@ -67,8 +67,8 @@ def life(group: RankGroup, kind: str, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"log_probs": trainer.log_probs(job.batch)}
     found["first"] = trainer.update(job.batch, job.spec, 0)
     for level in ("none", "weights", "all"):
-        trainer.hold(level)  # type: ignore[arg-type]
-    trainer.hold("weights")
+        trainer.set_residency(level)  # type: ignore[arg-type]
+    trainer.set_residency("weights")
     found["probe"] = trainer.probe()[1]
     sender = Sender(trainer.published(), 1 << 12)
     found["digests"] = sender.manifest(1, *trainer.probe()).digests
@@ -79,7 +79,7 @@ def life(group: RankGroup, kind: str, folder: Path) -> dict[str, Any]:
         sender.close()
     else:
         sender.contribute_all()
-    trainer.hold("all")
+    trainer.set_residency("all")
     trainer.save(folder)
     found["second"] = trainer.update(job.batch, job.spec, 1)
     found["files"] = trainer.saved()

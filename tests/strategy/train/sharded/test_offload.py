@@ -62,7 +62,7 @@ def moved_and_not(group: RankGroup, kind: str, adapters: bool) -> dict[str, Any]
         norms.append((still.step(number), moving.step(number)))
         with torch.no_grad():
             moving.module(lambda: moving.model(moving._ids).logits)  # leaves the root's parameters gathered
-        ShardOffload(moving.module, torch.device("cpu")).hold("none", moving.optimizer.tensors())
+        ShardOffload(moving.module, torch.device("cpu")).set_residency("none", moving.optimizer.tensors())
         tensors = moving.tensors()
         before = {name: id(tensor) for name, tensor in tensors.items()}
         old = {name: local(tensor) for name, tensor in tensors.items()}

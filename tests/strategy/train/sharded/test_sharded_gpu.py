@@ -23,7 +23,7 @@ from roll.model.find import find_model
 from roll.model.loading import load_model
 from roll.model.lora import Adapters
 from roll.model.tiny import character_tokenizer
-from roll.strategy.offload import Level
+from roll.strategy.offload import Residency
 from roll.strategy.train.optimizer import OptimizerStep
 from roll.strategy.train.policy import PolicyTrainer
 from roll.strategy.train.sharded.build import ShardedModel, build_sharded
@@ -148,7 +148,7 @@ def test_in_bf16_it_is_no_further_from_fp32_than_single_is(group: RankGroup, kin
     assert ours._passes._compiled is (compiled == "on")
 
 
-ORDER: tuple[Level, ...] = ("weights", "none", "all", "none", "weights", "all")
+ORDER: tuple[Residency, ...] = ("weights", "none", "all", "none", "weights", "all")
 
 
 @pytest.fixture
@@ -170,10 +170,10 @@ def test_offloaded_and_back_it_trains_as_if_it_had_stayed(group: RankGroup, kind
         for step in range(3):
             trainer.update(make_batch(step, 4, longest=12), LOSS, step)
             trainer.probe()  # leaves the root's parameters gathered
-            trainer.hold("all")
+            trainer.set_residency("all")
             before = values(trainer)
             for level in ORDER if moves else ():
-                trainer.hold(level)
+                trainer.set_residency(level)
                 assert places(weights(trainer)) == {"cpu" if level == "none" else "cuda"}
                 assert places(moments(trainer)) == {"cuda" if level == "all" else "cpu"}
                 assert all(torch.equal(value, before[name]) for name, value in values(trainer).items())
@@ -199,7 +199,7 @@ def test_adapters_begin_and_train_as_in_one_process(group: RankGroup, dtype: tor
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4 if dtype == torch.float32 else 0.05)
         before = values(trainer)
         for level in ORDER:
-            trainer.hold(level)
+            trainer.set_residency(level)
             assert places(weights(trainer)) == {places_of[level]}
             assert all(torch.equal(value, before[name]) for name, value in values(trainer).items())
     batch = make_batch(9, 4, longest=12)
@@ -214,10 +214,10 @@ def test_resumed_in_host_memory_it_trains_on(group: RankGroup, tmp_path: Path) -
     stayed.update(make_batch(0, 4, longest=12), LOSS, 0)
     stayed.save(tmp_path)
     stayed.saved()
-    resumed.hold("none")
+    resumed.set_residency("none")
     resumed.load(tmp_path)
     assert places(weights(resumed)) == places(moments(resumed)) == {"cpu"}
-    resumed.hold("all")
+    resumed.set_residency("all")
     assert places(weights(resumed)) == places(moments(resumed)) == {"cuda"}
     for trainer in (stayed, resumed):
         trainer.update(make_batch(1, 4, longest=12), LOSS, 1)
@@ -230,12 +230,12 @@ def test_what_is_offloaded_frees_the_gpu_and_is_pinned(group: RankGroup) -> None
     trainer.update(make_batch(0, 4, longest=12), LOSS, 0)
     shards = sum(local(tensor).numel() * 4 for tensor in weights(trainer).values())
     before = torch.cuda.memory_allocated()
-    trainer.hold("none")
+    trainer.set_residency("none")
     assert torch.cuda.memory_allocated() <= before - 3 * shards  # masters and both moments
     places = {name: local(tensor).data_ptr() for name, tensor in weights(trainer).items()}
     assert all(local(tensor).is_pinned() for tensor in weights(trainer).values())
-    trainer.hold("all")
-    trainer.hold("none")
+    trainer.set_residency("all")
+    trainer.set_residency("none")
     assert {name: local(tensor).data_ptr() for name, tensor in weights(trainer).items()} == places
 
 
@@ -246,8 +246,8 @@ def test_with_parameters_in_host_memory_it_trains_likewise(group: RankGroup) -> 
         for step in range(2):
             stats = trainer.update(make_batch(step, 4, longest=12), LOSS, step)
             assert stats.skipped == 0
-        trainer.hold("none")
-        trainer.hold("all")
+        trainer.set_residency("none")
+        trainer.set_residency("all")
         assert places(weights(trainer)) == {"cpu" if on_host else "cuda"}
         assert places(moments(trainer)) == {"cpu" if on_host else "cuda"}
         ends.append(trainer.log_probs(make_batch(9, 4, longest=12)))
