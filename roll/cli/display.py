@@ -101,7 +101,7 @@ class LiveReporter:
         bar = ProgressBar(total=max(self._steps, 1), completed=done, width=60)
         parts: list[RenderableType] = [Padding(bar, (0, 0, 1, 0)), table]
         if self._stages.rows:
-            parts.append(Padding(stage_grid(self._stages), (1, 0, 0, 0)))
+            parts.append(Padding(phase_grid(self._stages), (1, 0, 0, 0)))
         return Panel(
             Group(*parts),
             title=f"roll · {escape(str(self._run))}",
@@ -110,7 +110,7 @@ class LiveReporter:
         )
 
 
-def stage_grid(stages: StateTable) -> Table:
+def phase_grid(stages: StateTable) -> Table:
     """A column a stage: how many samples are in it, and how long those before them stayed."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")

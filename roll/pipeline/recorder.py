@@ -127,7 +127,7 @@ class Recorder:
             self.reporter.stages(replace(self.clock.table(), **self.age))
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def span(self, name: str) -> Iterator[None]:
         """Records the block as a span of the controller, for the trace and the estimate of the remaining time."""
         started = time.time()
         try:

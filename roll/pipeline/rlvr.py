@@ -147,7 +147,7 @@ class RLVR:
             nothing = UpdateStats.nothing(batch.tokens, untrained=value_stats.untrained)
             return self._with_used(nothing, used).beside("critic", value_stats)
         await self._residency_manager.enter("train")
-        with self._recorder.stage("train"):
+        with self._recorder.span("train"):
             stats = await roles.actor.call(TrainWorker.update, batch, algorithm.loss_to_send, own_step)
         if not stats.skipped:
             algorithm.observe(stats.metrics, len(batch))
@@ -172,7 +172,7 @@ class RLVR:
         critic, credit = self._roles.critic, self._algorithm.loss.credit
         if critic is None:
             return None
-        with self._recorder.stage("critic"):
+        with self._recorder.span("critic"):
             stats = await critic.call(CriticWorker.update, batch, credit, self.state.step)
         self._health.judge(self.state.step + 1, stats, "critic")
         return stats
@@ -200,13 +200,13 @@ class RLVR:
     async def _publish(self, version: int) -> None:
         self._scheduler.before_publish(version)
         await self._residency_manager.enter("publish")
-        with self._recorder.stage("publish"):
+        with self._recorder.span("publish"):
             await self._publisher.publish(version)
         self._scheduler.published(version)
 
     async def _save(self) -> None:
         self.state.scheduler, self.state.algorithm = self._scheduler.state(), self._algorithm.state()
-        with self._recorder.stage("checkpoint"):
+        with self._recorder.span("checkpoint"):
             written = self._roles.saved if self._roles.saves_in_background else None
             await self._recorder.save(self.state, self._write, written)
 
@@ -242,7 +242,7 @@ class RLVR:
     async def _evaluate(self) -> None:
         self._recorder.reporter.phase("evaluating held-out tasks")
         await self._residency_manager.enter("generate")
-        with self._recorder.stage("evaluate"):
+        with self._recorder.span("evaluate"):
             evaluation = await self._evaluator.evaluate(self.state.step)
         self.state.seconds += self._recorder.lap()  # this time belongs to no step
         if evaluation is not None:

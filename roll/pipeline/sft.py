@@ -65,7 +65,7 @@ class SFT:
     async def _step(self) -> None:
         state, started = self.state, time.monotonic()
         batch = self._corpus.train.select(self._order.step(state.step))
-        with self._recorder.stage("train"):
+        with self._recorder.span("train"):
             stats = await self._roles.actor.call(TrainWorker.update, batch, LOSS, state.step)
         state.step += 1
         await self._record.step(state, batch, stats, time.monotonic() - started)
@@ -77,7 +77,7 @@ class SFT:
         if self._corpus.held_out is None:
             return
         self._recorder.reporter.phase("evaluating held-out samples")
-        with self._recorder.stage("evaluate"):
+        with self._recorder.span("evaluate"):
             found = await measure(self._roles, self._corpus.held_out, self._config.eval.samples)
         state.seconds += self._recorder.lap()  # this time belongs to no step
         state.loss = found.loss
@@ -85,7 +85,7 @@ class SFT:
         self._record.evaluated(state.step, found)
 
     async def _save(self) -> None:
-        with self._recorder.stage("checkpoint"):
+        with self._recorder.span("checkpoint"):
             written = self._roles.saved if self._roles.saves_in_background else None
             await self._recorder.save(self.state, self._write, written)
 

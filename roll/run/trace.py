@@ -83,7 +83,7 @@ class Trace:
         self._pending: list[tuple[int, Transition]] = []
         self._moved_us: dict[str, int] = {}
         """Time of the last transition of each unfinished sample, including pending ones."""
-        self._open: dict[str, _Stage] = {}
+        self._open: dict[str, _StateSpan] = {}
         self._newest_us = 0
         self._lanes = count(_FIRST_LANE)
         self._rows: dict[str, _Row] = {}
@@ -192,7 +192,7 @@ class Trace:
             return
         row = self._row_of(transition, stage)
         if stage is None:
-            stage = self._open[transition.sample] = _Stage(row, self._lane(row, now_us), _who(transition))
+            stage = self._open[transition.sample] = _StateSpan(row, self._lane(row, now_us), _who(transition))
         elif row is not stage.row:
             stage.row.give(stage.lane, now_us)
             stage.row, stage.lane = row, self._lane(row, now_us)
@@ -215,7 +215,7 @@ class Trace:
                 None if stage is None else stage.lane,
             )
 
-    def _row_of(self, transition: Transition, stage: _Stage | None) -> _Row:
+    def _row_of(self, transition: Transition, stage: _StateSpan | None) -> _Row:
         """The row of a state. `generating` names the engine; a sample that then pauses or acts stays in that row."""
         if transition.state not in _ON_ENGINES:
             return self._row(_ROWS.get(transition.state, "other"))
@@ -368,7 +368,7 @@ class _Row:
         heappush(self._free, lane)
 
 
-class _Stage:
+class _StateSpan:
     """An unfinished sample's current stay: parts of its event, ready to be joined."""
 
     __slots__ = ("lane", "row", "said", "since_us", "state", "who")

@@ -57,7 +57,7 @@ _NOTHING = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True)
-class _Flight:
+class _InFlightStep:
     """A launched step: the rows that sample, and the slots and slot epochs they belong to."""
 
     drawn: AsyncOutput
@@ -105,7 +105,7 @@ class PagedEngine:
         self._said: OrderedDict[str, tuple[IntArray, list[Key]]] = OrderedDict()
         """Tokens and block keys of finished requests by request id, most recent last. The next turn of a conversation has
         the same id."""
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[_InFlightStep] = deque()
         self._finished: deque[_Ended] = deque()
         self._generated = self._computed = self._shared = self._decoded = self._count = self._given_up = 0
 
@@ -317,7 +317,7 @@ class PagedEngine:
         truncating = np.flatnonzero(slots.truncates[drawing]).tolist()
         truncated = {row: self._sequence(drawing[row]).request.sampling for row in truncating}
         drawn = self._kv_manager.steps.draw(drawing_sheet(slots, drawing, lines), parts, truncated)
-        self._flights.append(_Flight(drawn, np.arange(len(drawing)), drawing, slots.slot_epoch[drawing]))
+        self._flights.append(_InFlightStep(drawn, np.arange(len(drawing)), drawing, slots.slot_epoch[drawing]))
         slots.launched[drawing] += 1
         slots.given[drawing] = LAST_DRAWN
         self._decoded += len(drawing)

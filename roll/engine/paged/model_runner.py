@@ -63,7 +63,7 @@ class AsyncOutput:
 
 
 @dataclass
-class _Stage:
+class _StagingBuffer:
     """A pinned staging buffer; it may be reused once its copy to the device is done."""
 
     memory: Tensor
@@ -100,7 +100,7 @@ class ModelRunner:
         self._stream = stream
         self._graphs: dict[int, _Graph] = {}
         self._memory = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
-        self._stages: deque[_Stage] = deque()
+        self._stages: deque[_StagingBuffer] = deque()
         self._logits: Tensor | None = None
 
     def move(self, pages: PagedKVCache, width: int) -> None:
@@ -185,7 +185,7 @@ class ModelRunner:
             stage.copied.synchronize()
         if stage is None or stage.memory.numel() < numbers:
             memory = torch.empty(1 << (numbers - 1).bit_length(), dtype=torch.int32, pin_memory=True)
-            stage = _Stage(memory, torch.cuda.Event())  # type: ignore[no-untyped-call]
+            stage = _StagingBuffer(memory, torch.cuda.Event())  # type: ignore[no-untyped-call]
         stage.memory.numpy()[:numbers] = sheet.reshape(-1)
         data.view(-1)[:numbers].copy_(stage.memory[:numbers], non_blocking=True)
         stage.copied.record()
