@@ -10,7 +10,7 @@ from roll.config.user_code import load_user_code
 from roll.data.sources import TaskSet
 from roll.rollout.early_stop import make_early_end
 from roll.scheduler.filters import Filter, by_domain, make_filter
-from roll.scheduler.long_tail import make_order
+from roll.scheduler.long_tail import make_task_sampler
 from roll.scheduler.policy import make_policy
 from roll.scheduler.task_sampler import TaskSampler
 
@@ -28,7 +28,7 @@ def check_policies(config: Config, tasks: TaskSet) -> None:
 def make_policies(config: Config, tasks: TaskSet) -> tuple[TaskSampler, Filter]:
     """The task sampler, and the filter of finished groups."""
     rollout = config.rollout
-    order = make_order(
+    order = make_task_sampler(
         tasks.train,
         config.seed,
         order=rollout.order,

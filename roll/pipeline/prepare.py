@@ -157,10 +157,10 @@ def _models_beside(config: Config) -> dict[str, BaseModelRef]:
 class SFTPipeline(Pipeline[TrainRoles, SFTState]):
     def __init__(self, config: Config, corpus: SFTDataset) -> None:
         self._corpus = corpus
-        self._order = EpochPermutation.of(len(corpus.train), config.data, config.train.steps, config.seed)
-        train = config.train.model_copy(update={"steps": self._order.steps})  # learning-rate schedules end there
+        self._permutation = EpochPermutation.of(len(corpus.train), config.data, config.train.steps, config.seed)
+        train = config.train.model_copy(update={"steps": self._permutation.steps})  # learning-rate schedules end there
         self.config = config.model_copy(update={"train": train})
-        self.job = sft_job(self.config, corpus, self._order)
+        self.job = sft_job(self.config, corpus, self._permutation)
 
     def state(self, saved: Mapping[str, Any]) -> SFTState:
         state = SFTState(**{"corpus": self._corpus.digest(), **saved})
@@ -176,7 +176,7 @@ class SFTPipeline(Pipeline[TrainRoles, SFTState]):
 
     async def train(self, roles: TrainRoles, recorder: Recorder, state: SFTState, checkpoint: Path | None) -> SFTState:
         async with supervised_trainer(roles, self.config, recorder) as supervision:
-            run = SFT(self.config, roles, self._corpus, self._order, recorder, state)
+            run = SFT(self.config, roles, self._corpus, self._permutation, recorder, state)
             return await supervision.race(run.run())
 
     def panels(self, state: SFTState) -> Sequence[Panel]:

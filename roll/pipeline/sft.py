@@ -38,7 +38,7 @@ class SFT:
         self._config = config
         self._roles = roles
         self._corpus = corpus
-        self._order = order
+        self._permutation = order
         self._recorder = recorder
         self._record = SFTMetrics(roles, order, recorder)
         self._health = NanGuard(recorder.reporter, config.train.max_skipped_in_a_row)
@@ -50,9 +50,9 @@ class SFT:
         if state.evaluated_step < 0:
             self._record.left_out(self._corpus.left_out)
             await self._evaluate()
-        while state.step < self._order.steps and not recorder.stop_requested:
+        while state.step < self._permutation.steps and not recorder.stop_requested:
             await self._step()
-            last = state.step == self._order.steps
+            last = state.step == self._permutation.steps
             if config.eval.every and state.step % config.eval.every == 0 and not last:
                 await self._evaluate()
             if config.run.checkpoint_every and state.step % config.run.checkpoint_every == 0 and not last:
@@ -64,7 +64,7 @@ class SFT:
 
     async def _step(self) -> None:
         state, started = self.state, time.monotonic()
-        batch = self._corpus.train.select(self._order.step(state.step))
+        batch = self._corpus.train.select(self._permutation.step(state.step))
         with self._recorder.span("train"):
             stats = await self._roles.actor.call(TrainWorker.update, batch, LOSS, state.step)
         state.step += 1

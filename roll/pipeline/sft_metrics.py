@@ -26,7 +26,7 @@ OF_SAMPLING = ("train/mismatch", "train/correction")
 class SFTMetrics:
     def __init__(self, roles: TrainRoles, order: EpochPermutation, recorder: Recorder) -> None:
         self._roles = roles
-        self._order = order
+        self._permutation = order
         self._recorder = recorder
 
     def left_out(self, some: Sequence[SkippedExample]) -> None:
@@ -50,7 +50,7 @@ class SFTMetrics:
 
     async def step(self, state: SFTState, batch: Batch, stats: UpdateStats, training_s: float) -> None:
         """Writes a finished step to disk and reports it. `state.step` already includes it."""
-        recorder, first = self._recorder, (state.step - 1) * self._order.samples_per_step
+        recorder, first = self._recorder, (state.step - 1) * self._permutation.samples_per_step
         seconds = recorder.lap()
         end = ("dropped", NOT_FINITE) if stats.skipped else ("trained", "")  # a step is one update
         for position, task in enumerate(batch["task"].tolist(), first):
@@ -60,7 +60,7 @@ class SFTMetrics:
         state.seconds_training += training_s
         state.trained_samples += 0 if stats.skipped else len(batch)
         state.trained_tokens += learned
-        epoch = (first + len(batch)) / self._order.samples
+        epoch = (first + len(batch)) / self._permutation.samples
         values = {name: value for name, value in update_metrics(stats).items() if not name.startswith(OF_SAMPLING)}
         values |= {"train/epoch": epoch, "train/learned_tokens": learned}
         values |= {"time/step_s": seconds, "time/train_s": training_s}
@@ -70,6 +70,6 @@ class SFTMetrics:
         facts = [
             ("tokens", f"{stats.tokens} in {len(batch)} samples, {learned} trained on"),
             ("speed", f"{values['time/tokens_per_s']:.0f} tokens/s"),
-            ("epoch", f"{epoch:.2f} of {self._order.epochs:.3g}"),
+            ("epoch", f"{epoch:.2f} of {self._permutation.epochs:.3g}"),
         ]
         recorder.report(state.step, "loss", stats.loss, facts, values, worked_s=training_s)

@@ -1,8 +1,8 @@
 """Long tails: orders that keep a step from waiting for its longest responses.
 
 A step ends when its slowest group does. `LongestFirst` begins the long ones first, so that the short ones fill in behind
-them; `TailBatching` closes steps early and gathers what ran long into rounds of its own. `make_order` builds the order
-that a config names.
+them; `TailBatching` closes steps early and gathers what ran long into rounds of its own. `make_task_sampler` builds the
+order that a config names.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class TailBatching(SamplerWrapper):
 ORDERS = ("in_order", "lookahead", "tail_rounds")
 
 
-def make_order(
+def make_task_sampler(
     tasks: Sequence[Task],
     seed: int,
     *,
@@ -181,7 +181,7 @@ def make_order(
                 "more"
             )
         return TailBatching(base, groups_per_step, oversample)
-    return _users_order(order, load_user_code(order, what="rollout.order", known=ORDERS, root=root), base)
+    return _user_sampler(order, load_user_code(order, what="rollout.order", known=ORDERS, root=root), base)
 
 
 _CALLS = {
@@ -195,7 +195,7 @@ _CALLS = {
 }
 
 
-def _users_order(name: str, make: Any, base: BaseSampler) -> TaskSampler:
+def _user_sampler(name: str, make: Any, base: BaseSampler) -> TaskSampler:
     try:
         made: TaskSampler = make(base)
     except Exception as error:

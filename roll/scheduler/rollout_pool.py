@@ -94,7 +94,7 @@ class RolloutPool:
     ) -> None:
         """Runs queued samples of one task until they are judged. Cancelling this coroutine cancels the lease."""
         while True:
-            ticket = await self._router.reserve(len(samples), priority=priority, order=order)
+            ticket = await self._router.reserve(len(samples), priority=priority, fifo_key=order)
             try:
                 await self._lease(key, samples, lifecycle, ticket)
                 return
@@ -350,7 +350,7 @@ class RolloutPool:
 
     async def _assign(self, out: _Out, sample: Sample) -> None:
         try:
-            ticket = await self._router.reserve(1, priority=sample.priority, order=sample.group)
+            ticket = await self._router.reserve(1, priority=sample.priority, fifo_key=sample.group)
         except Exception as error:
             if not out.done.done():
                 out.done.set_exception(error)

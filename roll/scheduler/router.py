@@ -73,7 +73,7 @@ class Router:
         self._seen = self._expected = expected_tokens
         """Running mean of the samples' lengths in tokens, and the length that all engines are scored with."""
         self._waiting: list[_Want] = []
-        self._order = 0
+        self._next_fifo_key = 0
         self._held: set[str] = set()
         self._moves = 0
         self._changed = asyncio.Event()
@@ -96,10 +96,10 @@ class Router:
         """Reserved slots on an engine."""
         return self._engines[engine].running
 
-    async def reserve(self, samples: int, *, priority: int = 0, order: int | None = None) -> SlotReservation:
-        """Reserves one slot per sample on one engine. A higher priority is served first, then a lower `order`."""
-        self._order += 1
-        rank = (-priority, self._order if order is None else order, self._order)
+    async def reserve(self, samples: int, *, priority: int = 0, fifo_key: int | None = None) -> SlotReservation:
+        """Reserves one slot per sample on one engine. A higher priority is served first, then a lower `fifo_key`."""
+        self._next_fifo_key += 1
+        rank = (-priority, self._next_fifo_key if fifo_key is None else fifo_key, self._next_fifo_key)
         want = _Want(rank, samples, asyncio.get_running_loop().create_future())
         heapq.heappush(self._waiting, want)
         self._settle()

@@ -77,7 +77,7 @@ class RolloutScheduler:
         """`siblings_needed`: scored samples that a group needs to be trained on: two if the algorithm compares samples of
         a group with each other, else one. `greedy_baseline`: adds a greedy sample to each group, whose reward is the
         baseline. `temperatures`: sampling temperature of the domains that override `rollout.temperature`."""
-        self._order = order
+        self._task_sampler = order
         self._pool = pool
         self._lifecycle = lifecycle
         self._config = config
@@ -105,7 +105,7 @@ class RolloutScheduler:
 
     async def next_rollout(self) -> RolloutBatch:
         """Returns the batch of one step. Raises `RunError` if every sample failed."""
-        self._shape = self._order.begin_step()
+        self._shape = self._task_sampler.begin_step()
         self._stepping = True
         try:
             while True:
@@ -127,7 +127,7 @@ class RolloutScheduler:
         for group in sorted(self._group_table.waiting, key=lambda group: group.index):
             self._drop(group, "ended: the run stopped before it was trained on")
             if group.epoch >= 0:
-                self._order.give_back(group.task, group.epoch)
+                self._task_sampler.give_back(group.task, group.epoch)
         await self.close()
 
     async def close(self) -> None:
@@ -241,7 +241,7 @@ class RolloutScheduler:
         """The scheduler's state as JSON, without the tokens of the `ready` groups, which `save` writes. The `open` groups
         are issued again on resume."""
         return {
-            "order": self._order.state(),
+            "order": self._task_sampler.state(),
             "next_group": self.next_group,
             "kills": dict(self._kills),
             "lengths": list(self._lengths),
@@ -256,7 +256,7 @@ class RolloutScheduler:
         """Resumes from a state and the checkpoint's folder. Ready groups whose tokens can be loaded are ready again. The
         ledger records all other in-flight groups as dropped; those that the task sampler drew are issued again."""
         by_id = {task.id: task for task in tasks}
-        self._order.restore(state["order"])
+        self._task_sampler.restore(state["order"])
         self.next_group = state["next_group"]
         self._kills = dict(state["kills"])
         self._lengths = list(state["lengths"])
@@ -269,7 +269,7 @@ class RolloutScheduler:
         for lost in unfinished(state, self._group_table.ready):
             self._lifecycle.close_unfinished(lost.samples, "resumed: its group is issued again")
             if lost.epoch >= 0:
-                self._order.give_back(by_id[lost.task], lost.epoch)
+                self._task_sampler.give_back(by_id[lost.task], lost.epoch)
 
     # Issuing
 
@@ -279,7 +279,7 @@ class RolloutScheduler:
             return
         skips = 0
         while self._group_table.charged < self._room() and self._error is None:
-            draw = self._order.next()
+            draw = self._task_sampler.next()
             skip = draw.skip or self._quarantine(draw.task)
             if not skip:
                 self._issue(draw, 0)
@@ -361,7 +361,7 @@ class RolloutScheduler:
         scored = group.scored
         if kills := sum(sample.kills for sample in group.samples):
             self._kills[group.task.id] = self._kills.get(group.task.id, 0.0) + kills
-        self._order.judged(group.task, [s.reward for s in scored], [s.response_tokens for s in scored])
+        self._task_sampler.judged(group.task, [s.reward for s in scored], [s.response_tokens for s in scored])
         self._lengths[0] += len(scored)
         self._lengths[1] += sum(sample.response_tokens for sample in scored)
         reason = self._reason_to_drop(group)
@@ -461,7 +461,7 @@ class RolloutScheduler:
             running = group.index in self._group_table.open
             self._drop(group, "cut: the step was full before it ended" if running else "surplus: the step was full")
             if group.epoch >= 0:  # a policy's group has epoch -1: the sampler did not draw it
-                (self._order.cut if running else self._order.give_back)(group.task, group.epoch)
+                (self._task_sampler.cut if running else self._task_sampler.give_back)(group.task, group.epoch)
 
     def _bias(self, samples: list[Sample]) -> float:
         count, tokens = self._lengths

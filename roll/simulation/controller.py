@@ -13,7 +13,7 @@ from roll.data.task import Task
 from roll.ledger.log import Ledger
 from roll.rollout.lifecycle import Lifecycle
 from roll.scheduler.filters import no_signal
-from roll.scheduler.long_tail import make_order
+from roll.scheduler.long_tail import make_task_sampler
 from roll.scheduler.rollout_pool import RolloutPool
 from roll.scheduler.rollout_result import RolloutBatch
 from roll.scheduler.router import Router
@@ -67,7 +67,7 @@ class SimRun:
         self.engines = [SimEngine(loop, workload.engine) for _ in range(workload.engines)]
         self.graders = SimGraderPool(loop, max(workload.graders, 1))
         self.tasks = [Task(str(number), ()) for number in range(tasks)]
-        self.order = order or make_order(
+        self.task_sampler = order or make_task_sampler(
             self.tasks,
             0,
             order=self.config.order,
@@ -94,7 +94,7 @@ class SimRun:
         )
         self.pool = RolloutPool(cluster, self.router, tries=5, deadline_s=1e9)  # type: ignore[arg-type]
         self.lifecycle = Lifecycle(self.ledger, self.loop.time)
-        self.scheduler = RolloutScheduler(self.order, self.pool, self.lifecycle, self.config, no_signal)
+        self.scheduler = RolloutScheduler(self.task_sampler, self.pool, self.lifecycle, self.config, no_signal)
         self.version = 0
         self._loads = asyncio.create_task(self._tell_loads())
 

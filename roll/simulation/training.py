@@ -72,7 +72,7 @@ class Training:
         self.path = path
         self.tasks = tasks
         self.config = config
-        self._make_order = make_order
+        self._make_task_sampler = make_order
         self._make_world = make_world
         self._greedy_baseline = greedy_baseline
         self.step = 0
@@ -113,7 +113,7 @@ class Training:
         self.step = saved.step
         self.tokens_lost, self.not_finite, self.trainer_died = False, 0, ""
         lifecycle = Lifecycle(self.ledger, asyncio.get_running_loop().time)
-        order, pool = Noted(self._make_order(), self._note), self.world.pool
+        order, pool = Noted(self._make_task_sampler(), self._note), self.world.pool
         self.scheduler = RolloutScheduler(
             order,
             pool,

@@ -19,7 +19,7 @@ from roll.config.errors import UserError
 from roll.data import Sample, Task
 from roll.data.sample import Group
 from roll.rollout.early_stop import RunningResponse
-from roll.scheduler.long_tail import LongestFirst, TailBatching, make_order
+from roll.scheduler.long_tail import LongestFirst, TailBatching, make_task_sampler
 from roll.scheduler.task_sampler import BatchPolicy, EpochSampler, SamplerWrapper, SolveRateSampler, TaskDraw, TaskSampler
 
 
@@ -209,7 +209,7 @@ def made(order: str = "in_order", **changes: Any) -> TaskSampler:
     settings: dict[str, Any] = {
         "sample_by": "epochs", "weights": {}, "oversample": 0.25, "cut": "first", "window": 3, "groups_per_step": 4
     }  # fmt: skip
-    return make_order(tasks_of(5), 0, order=order, **(settings | changes))
+    return make_task_sampler(tasks_of(5), 0, order=order, **(settings | changes))
 
 
 def test_the_names_of_a_config_make_the_orders() -> None:

@@ -1096,11 +1096,11 @@ def test_a_resumed_run_trains_drops_or_draws_again_every_task_once(seed: int) ->
         assert not {r.sample for r in run.moves.records if r.state == "queued"} & set(unfinished)
         assert all(int(r.sample.partition(".")[0]) >= first for r in run.moves.records if r.state == "queued")
         open_now = {(g.task.id, g.epoch) for g in run.scheduler._group_table.waiting}
-        returned = {tuple(key) for key in run.scheduler._order.state()["returned"]}
+        returned = {tuple(key) for key in run.scheduler._task_sampler.state()["returned"]}
         await run.scheduler.close()
         note_ended(run)
         assert max(ends.values()) == 1
-        draws = run.scheduler._order.state()["drawn"][""]
+        draws = run.scheduler._task_sampler.state()["drawn"][""]
         whole = {(t.id, epoch) for epoch in range(draws // len(TASKS.train)) for t in TASKS.train}
         assert whole <= set(ends) | open_now | returned  # the last epoch may be a part of one
 

@@ -39,7 +39,7 @@ from roll.data.sample import Group, Sample
 from roll.data.task import Task
 from roll.ledger.log import Ledger
 from roll.rollout.lifecycle import ENDS
-from roll.scheduler.long_tail import make_order
+from roll.scheduler.long_tail import make_task_sampler
 from roll.scheduler.task_sampler import BaseSampler, SamplerWrapper, TaskDraw
 from roll.simulation import balance
 from roll.simulation.clock import VirtualLoop
@@ -198,7 +198,7 @@ class ExactlyOnce(RuleBasedStateMachine):
             )
 
         def order() -> Watched:
-            made = make_order(
+            made = make_task_sampler(
                 self.tasks,
                 0,
                 order=self.config.order,
