@@ -73,7 +73,7 @@ def measure(model: str, executor: str, offload: str, steps: int) -> dict[str, An
 
     async def nothing(*args: Any) -> None: ...
 
-    recorder.draw_curve = lambda *args, **kwargs: None  # type: ignore[assignment]
+    recorder.plot_curve = lambda *args, **kwargs: None  # type: ignore[assignment]
     recorder.Recorder.save = nothing  # type: ignore[assignment, method-assign]
     with tempfile.TemporaryDirectory() as folder:
         overrides = [*SETTINGS, f"model.path={model}", f"executor={executor}", f"offload={offload}"]

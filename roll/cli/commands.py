@@ -198,7 +198,7 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
     found = _found(settings)
     from roll.devices.disk_estimate import check_disk, disk_remark
     from roll.devices.plan import check_memory, make_plan
-    from roll.devices.render_plan import draw
+    from roll.devices.render_plan import render_plan
     from roll.pipeline.prepare import prepare
     from roll.pipeline.roles import executor_of, inventory_of
 
@@ -208,7 +208,7 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
     trained = f", of adapters {made.adapters:,}" if made.adapters else ""
     what = f"{made.model}: {made.parameters:,} parameters{trained} in {made.dtype}, executor {settings.executor}"
     _console.print(what, markup=False, soft_wrap=True)
-    for drawn in draw(made, _console.width):
+    for drawn in render_plan(made, _console.width):
         _console.print(drawn)
     if pipeline.checked:
         _console.print(pipeline.checked, markup=False, highlight=False)

@@ -41,15 +41,15 @@ COLUMN_CHARS = 22
 """Width of a column: `actor_infer[10-15]:` and its frame."""
 
 
-def draw(plan: Plan, width: int = 100) -> list[Table | Text]:
+def render_plan(plan: Plan, width: int = 100) -> list[Table | Text]:
     """The output of `roll plan` for a terminal with `width` characters."""
     engines = plan.map.kind != "trainer only"
     summary = Text((f"Layout: trainer and engines are {plan.map.kind}. " if engines else "") + plan.why)
-    tables = [draw_roles(plan), draw_sizes(plan), *draw_ranks(plan), draw_memory(plan), draw_writes(plan)]
-    return [*draw_map(plan, width), summary, *tables]
+    tables = [render_roles(plan), render_sizes(plan), *render_ranks(plan), render_memory(plan), render_disk(plan)]
+    return [*render_map(plan, width), summary, *tables]
 
 
-def draw_map(plan: Plan, width: int) -> list[Table]:
+def render_map(plan: Plan, width: int) -> list[Table]:
     """Devices as columns and stages as rows; several tables if not all columns fit."""
     found = columns(plan)
     fit = max((width - len("│ reference │")) // COLUMN_CHARS, 1)
@@ -64,7 +64,7 @@ def _map_table(plan: Plan, some: list[Column], all_columns: list[Column]) -> Tab
     return table
 
 
-def draw_roles(plan: Plan) -> Table:
+def render_roles(plan: Plan) -> Table:
     table = Table("role", "workers", "devices", "threads", "how")
     for role, how in plan.roles:
         placed = plan.map.roles[role]
@@ -73,14 +73,14 @@ def draw_roles(plan: Plan) -> Table:
     return table
 
 
-def draw_sizes(plan: Plan) -> Table:
+def render_sizes(plan: Plan) -> Table:
     table = Table("size", "value")
     for size in plan.sizes:
         table.add_row(*map(Text, size))
     return table
 
 
-def draw_ranks(plan: Plan) -> list[Table]:
+def render_ranks(plan: Plan) -> list[Table]:
     """The memory items of one rank of each sharded role in its fullest stage."""
     sharded = {role: placed for role, placed in plan.map.roles.items() if placed.mesh is not None}
     if not sharded:
@@ -100,7 +100,7 @@ def draw_ranks(plan: Plan) -> list[Table]:
     return [table]
 
 
-def draw_memory(plan: Plan) -> Table:
+def render_memory(plan: Plan) -> Table:
     """The items of every memory in its fullest stage."""
     table = Table("memory", "fullest in", "role", "part", "MiB")
     for pools in _alike(plan):
@@ -115,7 +115,7 @@ def draw_memory(plan: Plan) -> Table:
     return table
 
 
-def draw_writes(plan: Plan) -> Table:
+def render_disk(plan: Plan) -> Table:
     """What the run will write to disk; everything but checkpoints is an upper estimate."""
     writes = plan.writes
     table = Table("written to disk", "about")

@@ -52,7 +52,7 @@ class Request:
     id: str
     ids: IntArray
     sampling: SamplingParams
-    drawn: int = 0
+    sampled_tokens: int = 0
     """How many of the last `ids` belong to the response, for example because another engine sampled them."""
     routes_from: int | None = 0
     """First of its tokens whose routes are reported, if the engine records routes; None for no routes."""
@@ -70,12 +70,12 @@ class Request:
 
     @property
     def prompt(self) -> IntArray:
-        return self.ids[: len(self.ids) - self.drawn]
+        return self.ids[: len(self.ids) - self.sampled_tokens]
 
     @property
-    def said(self) -> IntArray:
+    def response_ids(self) -> IntArray:
         """The tokens of the response that it already has."""
-        return self.ids[len(self.ids) - self.drawn :]
+        return self.ids[len(self.ids) - self.sampled_tokens :]
 
     def check(self, here: Container[str], context: int, vocab: int) -> None:
         """Raises if an engine with this context and vocabulary cannot serve the request; `here` are the ids of its
@@ -88,9 +88,9 @@ class Request:
             raise ValueError(f"request {self.id!r} is here already")
         if self.tokens > context:
             raise ValueError(f"{self.need}, but the engine's context is {context}")
-        if not 0 <= self.drawn < len(self.ids):
+        if not 0 <= self.sampled_tokens < len(self.ids):
             raise ValueError(
-                f"request {self.id!r} has {len(self.ids)} tokens, of which {self.drawn} cannot be drawn ones"
+                f"request {self.id!r} has {len(self.ids)} tokens, of which {self.sampled_tokens} cannot be drawn ones"
             )
         if self.routes_from is not None and not 0 <= self.routes_from <= len(self.ids):
             raise ValueError(

@@ -26,7 +26,7 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float
         return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def draw(
+def sample_tokens(
     logits: Tensor, rows: Sequence[int], samplings: Sequence[SamplingParams], positions: Sequence[int]
 ) -> tuple[list[int], list[float]]:
     """One token per request, sampled from its row of fp32 logits [rows, vocab], and its log-prob under softmax(logits /

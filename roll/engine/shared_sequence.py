@@ -37,7 +37,7 @@ class SharedSequence:
     prompt_hidden: Tensor | None = None
     ids: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    said: tuple[int, ...] = ()
+    forced_ids: tuple[int, ...] = ()
     """Response tokens that its requests bring along and that are recomputed token by token, as when they were sampled;
     they are the first of `ids`."""
 
@@ -48,12 +48,12 @@ class SharedSequence:
     @property
     def repeats(self) -> bool:
         """Whether its next token is already known."""
-        return len(self.ids) < len(self.said)
+        return len(self.ids) < len(self.forced_ids)
 
     @property
     def drawn(self) -> int:
         """Number of tokens sampled in this engine."""
-        return max(len(self.ids) - len(self.said), 0)
+        return max(len(self.ids) - len(self.forced_ids), 0)
 
     @property
     def cached_tokens(self) -> IntArray:
@@ -64,7 +64,7 @@ class SharedSequence:
         return Completion(drawn.id, drawn.ids, drawn.logprobs, drawn.versions, finish, routes)
 
     def since(self, member: SequenceMember, start: int) -> Progress:
-        first = len(self.said) + start
+        first = len(self.forced_ids) + start
         return Progress(
             member.request.id,
             start,

@@ -36,7 +36,7 @@ from roll.engine.kv_sizing import CacheShape, FreeBytes, KVBudget, SlotSizing
 from roll.engine.memory import free_bytes
 from roll.engine.request import Completion, Finish, Progress, Request
 from roll.engine.routes import RouteRecorder, RouteShape
-from roll.engine.sampling import draw
+from roll.engine.sampling import sample_tokens
 from roll.engine.shared_sequence import SequenceMember, SharedSequence
 from roll.engine.slot_allocator import SlotAllocator
 from roll.engine.stop_strings import hits_stop_string
@@ -206,7 +206,7 @@ class SlotEngine:
             self._compute_in_tiles()
         else:
             self._compute_mixed()
-        self._sample()
+        self._sample_rows()
         return self._collect()
 
     def _admit(self) -> None:
@@ -216,11 +216,11 @@ class SlotEngine:
         fresh: dict[tuple[bytes, tuple[int, ...]], SharedSequence] = {}
         for _ in range(count):
             request = self._waiting.popleft()
-            prompt, said = (request.prompt, tuple(request.said.tolist())) if self._exact else (request.ids, ())
+            prompt, said = (request.prompt, tuple(request.response_ids.tolist())) if self._exact else (request.ids, ())
             key = prompt.astype(np.int64).tobytes(), said
             sequence = fresh.get(key)
             if sequence is None:
-                sequence = fresh[key] = SharedSequence(prompt, [], self.version, said=said)
+                sequence = fresh[key] = SharedSequence(prompt, [], self.version, forced_ids=said)
             else:
                 self._shared += len(request.ids)
             sequence.members.append(SequenceMember(request))
@@ -332,25 +332,25 @@ class SlotEngine:
     def _logits(self, hidden: Tensor) -> Tensor:
         return (column_logits if self._columns else logits_of)(self.model, hidden)
 
-    def _sample(self) -> None:
+    def _sample_rows(self) -> None:
         """Samples a token for every request with a hidden state. A sequence splits if its requests sampled different
         tokens."""
         self._beginning = [sequence for sequence in self._beginning if sequence.hidden is None]
         for sequence in self._slots.running:
             if sequence.hidden is not None and sequence.repeats:
-                self._append(sequence, sequence.said[len(sequence.ids)])
+                self._append(sequence, sequence.forced_ids[len(sequence.ids)])
         ready = [(slot, each.hidden) for slot, each in enumerate(self._slots.running) if each.hidden is not None]
         rows = EXACT_ROWS if self._exact else max(len(ready), 1)
         for first in range(0, len(ready), rows):
-            self._draw([slot for slot, _ in ready[first : first + rows]], [h for _, h in ready[first : first + rows]])
+            self._sample([slot for slot, _ in ready[first : first + rows]], [h for _, h in ready[first : first + rows]])
 
-    def _draw(self, slots: list[int], states: list[Tensor]) -> None:
+    def _sample(self, slots: list[int], states: list[Tensor]) -> None:
         running, hidden = self._slots.running, torch.stack(states)
         if self._exact:
             hidden = torch.nn.functional.pad(hidden, (0, 0, 0, EXACT_ROWS - len(slots)))
         logits = self._logits(hidden)
         drawn = [(row, slot, member) for row, slot in enumerate(slots) for member in running[slot].members]
-        tokens, logprobs = draw(
+        tokens, logprobs = sample_tokens(
             logits,
             [row for row, _, _ in drawn],
             [member.request.sampling for _, _, member in drawn],
@@ -397,7 +397,7 @@ class SlotEngine:
         return sequence.completion(member, finish, routes)
 
     def _finish_of(self, sequence: SharedSequence, member: SequenceMember) -> Finish | None:
-        sampling, said = member.request.sampling, () if sequence.said else member.request.said
+        sampling, said = member.request.sampling, () if sequence.forced_ids else member.request.response_ids
         if sequence.ids[-1] in sampling.stop_ids or hits_stop_string(self._tokenizer, sequence.ids, sampling.stop, said):
             return "stop"
         return "length" if sequence.drawn >= sampling.max_new_tokens else None

@@ -31,9 +31,9 @@ from roll.run import (
     Panel,
     RunFolder,
     Transition,
-    draw_curve,
     drop_samples_after,
     drop_samples_before,
+    plot_curve,
 )
 from roll.run.checkpoint import SCORE, Saving
 from roll.run.code import Recording, RunCode, reward_of
@@ -281,7 +281,7 @@ class Recorder:
         """Writes the summary and plots the curve; returns the summary."""
         state.seconds += self.lap()
         if self._config.run.curve:
-            draw_curve(Metrics.read(self.folder.metrics_path), self.folder.curve_path, self._config.model.path, panels)
+            plot_curve(Metrics.read(self.folder.metrics_path), self.folder.curve_path, self._config.model.path, panels)
         summary: dict[str, Any] = {
             "run": str(self.folder.path),
             "pipeline": self._config.pipeline,

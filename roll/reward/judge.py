@@ -16,7 +16,7 @@ from roll.config.suggest import did_you_mean
 from roll.data.task import Message, Response, Task
 from roll.reward.extract import visible
 from roll.reward.judge_role import RoleJudge
-from roll.reward.openai_client import OpenAIClient, check_drawing
+from roll.reward.openai_client import OpenAIClient, check_sampling
 
 Ask: TypeAlias = Callable[[Sequence[Message]], str]
 """Answers a conversation."""
@@ -170,7 +170,7 @@ def judge(
     for name, value in (("model", model), ("token_env", token_env)):
         if value:
             raise ValueError(f"{name} is {value!r}, which is for a server: write its url too, or remove {name}")
-    check_drawing(temperature, max_tokens)
+    check_sampling(temperature, max_tokens)
     if timeout_s <= 0:
         raise ValueError(f"timeout_s is {timeout_s:g}, but takes a number > 0")
     return RoleJudge(asked, temperature, max_tokens, timeout_s)

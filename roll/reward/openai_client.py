@@ -23,7 +23,7 @@ class OpenAIClient:
 
     def __post_init__(self) -> None:
         self._post()
-        check_drawing(self.temperature, self.max_tokens)
+        check_sampling(self.temperature, self.max_tokens)
 
     def ask(self, messages: Sequence[Message]) -> str:
         """The model's reply."""
@@ -41,7 +41,7 @@ class OpenAIClient:
         return HttpClient(address, token_env=self.token_env, deadline_s=self.timeout_s)
 
 
-def check_drawing(temperature: float | None, max_tokens: int) -> None:
+def check_sampling(temperature: float | None, max_tokens: int) -> None:
     """Raises `ValueError` for invalid sampling parameters."""
     if temperature is not None and temperature < 0:
         raise ValueError(f"temperature is {temperature:g}, but takes a number ≥ 0")

@@ -74,12 +74,12 @@ class PartialResponse:
 
 
 class EngineDied(Exception):
-    """The engine of a request died. `drawn` has the tokens that it had streamed."""
+    """The engine of a request died. `partial` has the tokens that it had streamed."""
 
     def __init__(self, cause: RemoteError, drawn: PartialResponse) -> None:
         super().__init__(str(cause))
         self.cause = cause
-        self.drawn = drawn
+        self.partial = drawn
 
 
 Watch = Callable[[PartialResponse], bool]
@@ -92,7 +92,7 @@ class _Waiting:
     answer: asyncio.Future[Completion]
     engine: int
     watch: Watch | None = None
-    drawn: PartialResponse = field(default_factory=PartialResponse)
+    partial: PartialResponse = field(default_factory=PartialResponse)
     over: bool = False
     """No more output of the engine counts for this request: it has completed, was rejected, or its engine died."""
     ending: bool = False
@@ -156,7 +156,7 @@ class EngineClient:
             if self._channels[waiting.engine].take_back(waiting.request):
                 waiting.over = True
                 if not waiting.answer.done():
-                    waiting.answer.set_result(_nothing_drawn(id))
+                    waiting.answer.set_result(_nothing_sampled(id))
             else:
                 by_engine.setdefault(waiting.engine, []).append(id)
         for engine, some in by_engine.items():
@@ -214,9 +214,9 @@ class EngineClient:
         waiting = self._waiting.get(progress.id)
         if waiting is None or waiting.engine != engine or self._forsaken[engine][progress.id]:
             return
-        if progress.start == waiting.drawn.tokens:
-            waiting.drawn.add(progress)
-            if waiting.watch is not None and not waiting.ending and waiting.watch(waiting.drawn):
+        if progress.start == waiting.partial.tokens:
+            waiting.partial.add(progress)
+            if waiting.watch is not None and not waiting.ending and waiting.watch(waiting.partial):
                 self.end([progress.id])
 
     def _refused(self, engine: int, refusals: Sequence[Rejection]) -> None:
@@ -242,11 +242,11 @@ class EngineClient:
             if waiting.engine == engine and not waiting.over:
                 waiting.over = True
                 if not waiting.answer.done():
-                    lost = EngineDied(error, waiting.drawn) if isinstance(error, RemoteError) else error
+                    lost = EngineDied(error, waiting.partial) if isinstance(error, RemoteError) else error
                     waiting.answer.set_exception(lost)
 
 
-def _nothing_drawn(id: str) -> Completion:
+def _nothing_sampled(id: str) -> Completion:
     none = np.zeros(0, np.int32)
     return Completion(id, none, np.zeros(0, np.float32), none, "abort")
 

@@ -133,7 +133,7 @@ class SampleRunner:
             self._stops[stop.sample] = stop
             self._engines.end([stop.sample])
 
-    def is_drawing(self, sample: Sample) -> bool:
+    def is_generating(self, sample: Sample) -> bool:
         """Whether a request of the sample is in flight."""
         return self._engines.has(sample.id)
 
@@ -181,7 +181,7 @@ class SampleRunner:
     async def _respond(self, sample: Sample, conversation: Conversation, siblings: Sequence[Sample]) -> Response:
         """Generates the next response and appends it to the conversation."""
         try:
-            drawn, finish = await self._draw(sample, siblings)
+            drawn, finish = await self._generate(sample, siblings)
         except RequestRejected as refused:
             raise _Over(str(refused)) from None
         finally:
@@ -199,7 +199,7 @@ class SampleRunner:
         sampling = self._domains.get(sample.task.domain, self._sampling)
         return replace(sampling, temperature=sample.temperature, seed=seed_of(self._config.seed, sample.id))
 
-    async def _draw(self, sample: Sample, siblings: Sequence[Sample]) -> tuple[PartialResponse, str]:
+    async def _generate(self, sample: Sample, siblings: Sequence[Sample]) -> tuple[PartialResponse, str]:
         """Generates a whole response, on several engines if needed; returns it and its finish reason. Time spent waiting
         for an engine does not count against `deadline_s`, because the trainer may hold the GPU."""
         prompt, drawn, left_s = sample.log.context, PartialResponse(), self._deadline_s
@@ -228,7 +228,7 @@ class SampleRunner:
             except TimeoutError:
                 raise _Over(f"generation took more than {self._deadline_s:g} s") from None
             except EngineDied as lost:
-                drawn.extend(lost.drawn)
+                drawn.extend(lost.partial)
                 reason, said = f"engine died: {lost.cause.worker}", {"lost_engine": seat.engine}
             else:
                 drawn.add(completion)

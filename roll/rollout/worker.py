@@ -224,7 +224,7 @@ class RolloutWorker(Worker):
                 self._seats.take_away(sample.id)
         with suppress(TimeoutError):
             async with asyncio.timeout(DISPLACE_S):
-                while any(self._runner.is_drawing(sample) for sample in moved):  # noqa: ASYNC110
+                while any(self._runner.is_generating(sample) for sample in moved):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
 
     @dispatch(Dispatch.ONE)

@@ -12,7 +12,7 @@ from roll.ledger.log import ROLLED_BACK, Ledger, Transition
 from roll.run.checkpoint import Checkpoint, Checkpoints
 from roll.run.folder import RunFolder
 from roll.run.metrics import Metrics
-from roll.run.plot import Panel, draw_curve
+from roll.run.plot import Panel, plot_curve
 from roll.run.samples import drop_samples_after, drop_samples_before, read_samples, write_samples
 
 __all__ = [
@@ -27,9 +27,9 @@ __all__ = [
     "Transition",
     "atomic_open",
     "atomic_write",
-    "draw_curve",
     "drop_samples_after",
     "drop_samples_before",
+    "plot_curve",
     "read_samples",
     "to_json",
     "write_samples",

@@ -24,7 +24,7 @@ class Panel:
     """Labels by metric name."""
 
 
-def draw_curve(metrics: list[dict[str, Any]], path: Path, title: str, panels: Sequence[Panel]) -> None:
+def plot_curve(metrics: list[dict[str, Any]], path: Path, title: str, panels: Sequence[Panel]) -> None:
     """Plots two panels over steps as a PNG; metrics without values are left out."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -34,9 +34,9 @@ def draw_curve(metrics: list[dict[str, Any]], path: Path, title: str, panels: Se
     figure = Figure(figsize=(9, 3.6), dpi=150, layout=layout)
     figure.suptitle(title, fontsize=11, fontweight="bold", color=_INK)
     for panel, axes, color in zip(panels, figure.subplots(1, 2, width_ratios=(3, 2)), (_BLUE, _GREEN), strict=True):
-        _draw_steps(axes, *series(metrics, panel.line), color=color, label=panel.line_label)
+        _plot_steps(axes, *series(metrics, panel.line), color=color, label=panel.line_label)
         for number, (name, label) in enumerate(panel.dots.items()):
-            _draw_dots(axes, *series(metrics, name), color=_DOTS[number % len(_DOTS)], label=label)
+            _plot_dots(axes, *series(metrics, name), color=_DOTS[number % len(_DOTS)], label=label)
         _finish(axes, panel.title, legend=bool(panel.line_label))
     with atomic_open(path) as file:
         FigureCanvasAgg(figure).print_png(file)
@@ -55,7 +55,7 @@ def smooth(values: list[float], window: int) -> list[float]:
     return [sum(near) / len(near) for near in around]
 
 
-def _draw_steps(axes: Any, steps: list[int], values: list[float], *, color: str, label: str) -> None:
+def _plot_steps(axes: Any, steps: list[int], values: list[float], *, color: str, label: str) -> None:
     """A value per step: the values themselves, and above them a smoothed line if there are at least 10."""
     if not steps:
         return
@@ -66,7 +66,7 @@ def _draw_steps(axes: Any, steps: list[int], values: list[float], *, color: str,
     axes.plot(steps, smooth(values, max(5, len(values) // 12)), color=color, linewidth=2, label=label)
 
 
-def _draw_dots(axes: Any, steps: list[int], values: list[float], *, color: str, label: str) -> None:
+def _plot_dots(axes: Any, steps: list[int], values: list[float], *, color: str, label: str) -> None:
     """A metric that has a value in some steps only."""
     if steps:
         axes.plot(

@@ -29,7 +29,7 @@ _FORWARD = "#2b6cb0"
 _ENDS = {"trained": "#c6f6d5", "dropped": "#edf2f7", "failed": "#fed7d7"}
 
 
-def draw() -> str:
+def render_lifecycle() -> str:
     """The picture as SVG."""
     moves = [(start, end) for start, ends in MOVES.items() for end in sorted(ends)]
     lines = [
@@ -100,4 +100,4 @@ def _legend() -> list[str]:
 
 
 if __name__ == "__main__":
-    print(draw(), end="")
+    print(render_lifecycle(), end="")

@@ -12,7 +12,7 @@ from roll.config.schema import Config
 from roll.data.sources import load_tasks
 from roll.devices.inventory import Inventory
 from roll.devices.plan import Plan, make_plan
-from roll.devices.render_plan import columns, draw, human, title
+from roll.devices.render_plan import columns, human, render_plan, title
 from roll.devices.run_requirements import rlvr_job
 
 GIB = 1 << 30
@@ -29,7 +29,7 @@ def planned(nodes: int = 1, cores: int = 8, gpus: int = 0, **settings: Any) -> P
 def shown(plan: Plan, width: int = 100) -> str:
     file = io.StringIO()
     console = Console(file=file, width=width)
-    for drawn in draw(plan, width):
+    for drawn in render_plan(plan, width):
         console.print(drawn)
     return file.getvalue()
 

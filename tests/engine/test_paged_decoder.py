@@ -20,9 +20,9 @@ from roll.engine.paged.decoder import (  # noqa: E402
     Decoder,
     FusedDecoder,
     PlainDecoder,
+    _input_rows,
     _is_fusible,
     _probes,
-    _sheet_rows,
     _span,
     make_decoder,
 )
@@ -109,6 +109,6 @@ def test_mixtures_have_kernels_on_a_gpu(name: str, dtype: torch.dtype) -> None:
 @torch.inference_mode()
 def passed(through: Decoder, model: PreTrainedModel) -> torch.Tensor:
     """Hidden states of a prompt of 20 tokens."""
-    rows = _sheet_rows(1 + np.arange(20) * 7 % 119, 0, 20, DEVICE)
+    rows = _input_rows(1 + np.arange(20) * 7 % 119, 0, 20, DEVICE)
     pages = PagedKVCache(ModelShape.of_model(model), 4, torch.float32, DEVICE)
     return through.hidden(rows, torch.zeros(1, dtype=torch.int32, device=DEVICE), _span(pages, rows, 20, 20, DEVICE))

@@ -25,7 +25,7 @@ from roll.engine.paged.step_inputs import (
     StepInputs,
 )
 from roll.engine.request import SamplingParams
-from roll.engine.sampling import draw
+from roll.engine.sampling import sample_tokens
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -217,7 +217,7 @@ def test_draws_are_those_of_the_plain_sampler(dtype: torch.dtype, vocab: int, ca
         for t, h, lo in zip(temperatures, high, low, strict=True)
     ]
     wide = logits.float() if cap is None else torch.tanh(logits.float() / cap) * cap
-    tokens, log_probs = draw(wide, list(range(count)), samplings, [p + 1 for p in range(count)])
+    tokens, log_probs = sample_tokens(wide, list(range(count)), samplings, [p + 1 for p in range(count)])
     assert out[0].tolist() == tokens
     torch.testing.assert_close(out[1].view(torch.float32).cpu(), torch.tensor(log_probs), rtol=1e-4, atol=1e-4)
     assert last.tolist() == [7 if row == 3 else token for row, token in enumerate(tokens)]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from roll.engine.request import SamplingParams, seed_of
-from roll.engine.sampling import draw, truncate, uniforms
+from roll.engine.sampling import sample_tokens, truncate, uniforms
 
 quick = settings(max_examples=80, derandomize=True, deadline=None)
 SEEDS = st.integers(0, 2**64 - 1)
@@ -23,7 +23,7 @@ def draw_many(logits: torch.Tensor, count: int, **options: float) -> NDArray[np.
     """Tokens of `count` requests that share one row of logits and differ in their seeds."""
     base = SamplingParams(1, **options)  # type: ignore[arg-type]
     samplings = [replace(base, seed=seed_of(i)) for i in range(count)]
-    tokens, _ = draw(logits[None], [0] * count, samplings, [5] * count)
+    tokens, _ = sample_tokens(logits[None], [0] * count, samplings, [5] * count)
     return np.array(tokens)
 
 
@@ -121,9 +121,9 @@ def test_a_draw_does_not_depend_on_the_others(
     logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 2, (4, 300)).astype(np.float32))
     samplings = [SamplingParams(1, temperatures[i], top_p=top_p, seed=seed + i) for i in range(len(rows))]
     positions = [i * 3 for i in range(len(rows))]
-    tokens, logprobs = draw(logits, rows, samplings, positions)
+    tokens, logprobs = sample_tokens(logits, rows, samplings, positions)
     for i, row in enumerate(rows):
-        token, logprob = draw(logits[row : row + 1], [0], [samplings[i]], [positions[i]])
+        token, logprob = sample_tokens(logits[row : row + 1], [0], [samplings[i]], [positions[i]])
         assert (token[0], logprob[0]) == (tokens[i], logprobs[i])
 
 
@@ -131,7 +131,7 @@ def test_a_draw_does_not_depend_on_the_others(
 @quick
 def test_the_token_is_the_inverse_of_the_distribution_at_the_noise(seed: int, temperature: float, vocab: int) -> None:
     logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 3, vocab).astype(np.float32))
-    (token,), (logprob,) = draw(logits[None], [0], [SamplingParams(1, temperature, seed=seed)], [seed])
+    (token,), (logprob,) = sample_tokens(logits[None], [0], [SamplingParams(1, temperature, seed=seed)], [seed])
     reference = torch.log_softmax(logits.double() / temperature, -1).numpy()
     ends = np.cumsum(np.exp(reference))
     noise = uniforms([seed], [seed])[0]
@@ -144,7 +144,7 @@ def test_the_token_is_the_inverse_of_the_distribution_at_the_noise(seed: int, te
 @quick
 def test_temperature_zero_takes_the_likeliest_with_its_log_prob_at_one(seed: int, vocab: int) -> None:
     logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 3, vocab).astype(np.float32))
-    (token,), (logprob,) = draw(logits[None], [0], [SamplingParams(1, 0.0, seed=seed)], [seed])
+    (token,), (logprob,) = sample_tokens(logits[None], [0], [SamplingParams(1, 0.0, seed=seed)], [seed])
     assert token == int(logits.argmax())
     assert abs(logprob - float(torch.log_softmax(logits.double(), -1)[token])) < 1e-5
 
@@ -165,7 +165,7 @@ def test_a_token_without_probability_is_never_drawn(logits: list[float], offset:
     for temperature in (0.0, 0.3, 1.0):
         count = 16
         samplings = [SamplingParams(1, temperature, seed=seed)] * count
-        tokens, logprobs = draw(row[None], [0] * count, samplings, range(count))
+        tokens, logprobs = sample_tokens(row[None], [0] * count, samplings, range(count))
         probabilities = torch.softmax(row / (temperature or 1.0), -1)
         assert all(0 <= token < len(row) and probabilities[token] > 0 for token in tokens)
         assert all(math.isfinite(logprob) for logprob in logprobs)
@@ -187,7 +187,7 @@ def test_noise_at_its_ends_draws_a_token_of_positive_mass(
     logits = torch.from_numpy(np.random.default_rng(vocab).normal(0, 4, (3, vocab)).astype(np.float32))
     logits[1, [0, -1]] = -math.inf
     logits[2, 2:] = -math.inf
-    tokens, logprobs = draw(logits, [0, 1, 2], [SamplingParams(1)] * 3, [0] * 3)
+    tokens, logprobs = sample_tokens(logits, [0, 1, 2], [SamplingParams(1)] * 3, [0] * 3)
     assert all(math.isfinite(logprob) for logprob in logprobs)
     assert tokens[2] == (0 if noise == 0 else 1)
     assert tokens[1] == 1 if noise == 0 else tokens[1] < vocab - 1
@@ -201,7 +201,7 @@ def test_sums_that_round_differently_draw_no_token_without_probability(
     rows = 500
     logits = torch.from_numpy(np.random.default_rng(last).normal(0, 12, (rows, 600)).astype(np.float32))
     logits[:, last + 1 :] = -math.inf
-    tokens, _ = draw(logits, range(rows), [SamplingParams(1)] * rows, [0] * rows)
+    tokens, _ = sample_tokens(logits, range(rows), [SamplingParams(1)] * rows, [0] * rows)
     assert max(tokens) <= last
 
 
@@ -237,7 +237,7 @@ def test_truncation_keeps_what_a_simple_reference_keeps(logits: list[float], top
     assert set(torch.nonzero(result.isfinite())[:, 0].tolist()) == kept
     assert all(result[token] == row[token] for token in kept)
     samplings = [SamplingParams(1, 1.0, top_p=top_p, top_k=top_k, seed=seed)] * 8
-    tokens, logprobs = draw(torch.from_numpy(row)[None], [0] * 8, samplings, range(8))
+    tokens, logprobs = sample_tokens(torch.from_numpy(row)[None], [0] * 8, samplings, range(8))
     total = sum(math.exp(row[token]) for token in kept)
     for token, logprob in zip(tokens, logprobs, strict=True):
         assert token in kept
@@ -254,6 +254,6 @@ def test_truncation_comes_after_the_temperature() -> None:
 def test_drawing_leaves_the_logits_and_the_global_generator_alone() -> None:
     logits = torch.randn(2, 50)
     before, state = logits.clone(), torch.get_rng_state()
-    draw(logits, [0, 1], [SamplingParams(1, 0.5, top_k=3), SamplingParams(1, 1.0, top_p=0.4)], [0, 1])
+    sample_tokens(logits, [0, 1], [SamplingParams(1, 0.5, top_k=3), SamplingParams(1, 1.0, top_p=0.4)], [0, 1])
     assert torch.equal(logits, before)
     assert torch.equal(torch.get_rng_state(), state)

@@ -536,11 +536,11 @@ def test_who_loses_an_engine_has_what_it_had_said_until_then() -> None:
         end = await lost(call)
         assert isinstance(end.cause, WorkerDied)
         assert end.cause.worker == "toys[0]"
-        assert end.drawn.tokens == 3
-        assert end.drawn.ids.tolist() == [11, 12, 13]
-        assert end.drawn.logprobs.tolist() == [logprob_of(token) for token in (11, 12, 13)]
-        assert end.drawn.versions.tolist() == [3, 3, 4]
-        assert (await lost(other)).drawn.tokens == 0
+        assert end.partial.tokens == 3
+        assert end.partial.ids.tolist() == [11, 12, 13]
+        assert end.partial.logprobs.tolist() == [logprob_of(token) for token in (11, 12, 13)]
+        assert end.partial.versions.tolist() == [3, 3, 4]
+        assert (await lost(other)).partial.tokens == 0
         assert_empty(door)
 
     go(main())
@@ -588,7 +588,7 @@ def test_what_is_heard_of_a_request_is_always_a_beginning_of_what_was_drawn(seed
                 whole = await call
                 assert (name in finished, whole.ids.tolist()) == (True, [*said[name], 99])
             except EngineDied as end:
-                drawn = end.drawn
+                drawn = end.partial
                 assert drawn.tokens == len(drawn.ids) == len(drawn.logprobs) == len(drawn.versions)
                 assert drawn.ids.tolist() == said[name][: drawn.tokens]
                 assert drawn.logprobs.tolist() == [logprob_of(token) for token in said[name][: drawn.tokens]]
@@ -619,7 +619,7 @@ def test_progress_nobody_waits_for_or_with_a_gap_is_not_taken_for_another() -> N
         door._heard(0, progress("a", 1, 80))
         door._heard(0, progress("a", 2, 23))
         kill(handle)
-        assert (await lost(again)).drawn.ids.tolist() == [21, 22, 23]
+        assert (await lost(again)).partial.ids.tolist() == [21, 22, 23]
 
     go(main())
 

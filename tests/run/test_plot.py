@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from roll.run import Panel, draw_curve
+from roll.run import Panel, plot_curve
 from roll.run.plot import series, smooth
 
 PANELS = (
@@ -34,7 +34,7 @@ FULL = [
 def test_a_picture_of_the_right_size_is_drawn_of_whatever_there_is(
     metrics: list[dict[str, Any]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    draw_curve(metrics, tmp_path / "curve.png", "title", PANELS)
+    plot_curve(metrics, tmp_path / "curve.png", "title", PANELS)
     content = (tmp_path / "curve.png").read_bytes()
     assert content.startswith(b"\x89PNG")
     assert struct.unpack(">II", content[16:24]) == (1350, 540)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from roll.rollout.lifecycle import MOVES
-from roll.scheduler.render_lifecycle import draw
+from roll.scheduler.render_lifecycle import render_lifecycle
 
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "lifecycle.svg"
 
 
 def test_the_picture_in_the_docs_is_the_tables() -> None:
-    assert PICTURE.read_text() == draw(), "run `make docs`"
+    assert PICTURE.read_text() == render_lifecycle(), "run `make docs`"
 
 
 def test_every_move_is_an_arrow() -> None:
-    picture = draw()
+    picture = render_lifecycle()
     arrows = {f"<title>{start} → {end}</title>" for start, ends in MOVES.items() for end in ends}
     assert all(arrow in picture for arrow in arrows)
     assert picture.count("<title>") == len(arrows)

@@ -210,7 +210,7 @@ class BatchState:
             self.log_probs = _wider(self.log_probs, 2 * drawn, 0)
 
 
-def prompt_sheet(slots: BatchState, sequence: PagedSequence, count: int, lines: int) -> Sheet:
+def prefill_inputs(slots: BatchState, sequence: PagedSequence, count: int, lines: int) -> Sheet:
     """The inputs of the next `count` prompt rows of a sequence, with `lines` lines of its block table."""
     positions = np.arange(sequence.filled, sequence.filled + count)
     own = np.full(count, sequence.slot)
@@ -223,7 +223,7 @@ def prompt_sheet(slots: BatchState, sequence: PagedSequence, count: int, lines: 
     return sheet
 
 
-def drawing_sheet(slots: BatchState, drawing: NDArray[np.int64], lines: int) -> Sheet:
+def decode_inputs(slots: BatchState, drawing: NDArray[np.int64], lines: int) -> Sheet:
     """The inputs of the next row of each of these slots, which all sample a token."""
     positions = slots.positions[drawing]
     sheet = np.zeros((HEADER + lines, len(drawing)), np.int32)

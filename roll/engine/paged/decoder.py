@@ -288,7 +288,7 @@ def _probes(
     found: list[Tensor] = []
     cut = _PROBE - 8
     for start, end in ((0, cut), (cut, _PROBE)):
-        rows = _sheet_rows(tokens, start, end, device)
+        rows = _input_rows(tokens, start, end, device)
 
         def plan(pages: PagedKVCache, rows: StepInputs = rows, whole: bool = start == 0) -> PagedPlan:
             return _span(pages, rows, cut, cut, device) if whole else DecodeMetadata(pages, rows)
@@ -304,7 +304,7 @@ def _probes(
     return torch.cat(expected), torch.cat(found)
 
 
-def _sheet_rows(tokens: Any, start: int, end: int, device: torch.device) -> StepInputs:
+def _input_rows(tokens: Any, start: int, end: int, device: torch.device) -> StepInputs:
     """Inputs for a sequence that is alone in its cache, in blocks 1 and up."""
     blocks = -(-len(tokens) // BLOCK)
     sheet: Sheet = np.zeros((HEADER + blocks, end - start), np.int32)
@@ -326,7 +326,7 @@ def log_probs_of(
     """fp32 log-probs of the tokens after the first, computed in a separate cache."""
     pages = PagedKVCache(shape, -(-len(ids) // BLOCK) + 1, like.dtype, like.device)
     last = torch.zeros(1, dtype=torch.int32, device=like.device)
-    rows = _sheet_rows(ids, 0, len(ids), like.device)
+    rows = _input_rows(ids, 0, len(ids), like.device)
     hidden = decoder.hidden(rows, last, _span(pages, rows, len(ids), len(ids), like.device))
     found = torch.log_softmax(logits_of(hidden), dim=-1)
     targets = torch.from_numpy(np.asarray(ids[1:], np.int64)).to(like.device)

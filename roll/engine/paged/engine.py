@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from roll.config.errors import RunError
 from roll.data.routes import Routes
 from roll.data.tokenlog import IntArray, begin_alike
-from roll.engine.paged.batch_state import BatchState, PagedSequence, drawing_sheet, prompt_sheet
+from roll.engine.paged.batch_state import BatchState, PagedSequence, decode_inputs, prefill_inputs
 from roll.engine.paged.blocks import Key, keys_of
 from roll.engine.paged.kv_cache import BLOCK, RoutesRead
 from roll.engine.paged.kv_manager import KVManager
@@ -60,7 +60,7 @@ _NOTHING = np.empty(0, np.int32)
 class _InFlightStep:
     """A launched step: the rows that sample, and the slots and slot epochs they belong to."""
 
-    drawn: AsyncOutput
+    output: AsyncOutput
     rows: NDArray[np.int64]
     slots: NDArray[np.int64]
     reigns: NDArray[np.int64]
@@ -281,7 +281,7 @@ class PagedEngine:
 
     def _filled(self, sequence: PagedSequence, count: int, lines: int) -> Sheet:
         """The inputs of the next `count` rows of a prompt, which count as computed from now on."""
-        sheet = prompt_sheet(self._slots, sequence, count, lines)
+        sheet = prefill_inputs(self._slots, sequence, count, lines)
         named = sequence.filled // BLOCK
         sequence.filled += count
         self._computed += count
@@ -316,7 +316,7 @@ class PagedEngine:
             return False
         truncating = np.flatnonzero(slots.truncates[drawing]).tolist()
         truncated = {row: self._sequence(drawing[row]).request.sampling for row in truncating}
-        drawn = self._kv_manager.steps.draw(drawing_sheet(slots, drawing, lines), parts, truncated)
+        drawn = self._kv_manager.steps.sample(decode_inputs(slots, drawing, lines), parts, truncated)
         self._flights.append(_InFlightStep(drawn, np.arange(len(drawing)), drawing, slots.slot_epoch[drawing]))
         slots.launched[drawing] += 1
         slots.given[drawing] = LAST_DRAWN
@@ -371,7 +371,7 @@ class PagedEngine:
     def _land(self) -> None:
         """Reads the oldest step in flight."""
         flight = self._flights.popleft()
-        tokens, log_probs = flight.drawn.read()
+        tokens, log_probs = flight.output.read()
         slots = self._slots
         here = slots.slot_epoch[flight.slots] == flight.reigns
         rows, where = flight.rows[here], flight.slots[here]
@@ -383,7 +383,7 @@ class PagedEngine:
         self._generated += len(where)
         for slot in where[slots.has_strings[where]]:
             request, drawn = self._sequence(slot).request, int(slots.drawn[slot])
-            if hits_stop_string(self._tokenizer, slots.tokens[slot, :drawn], request.sampling.stop, request.said):
+            if hits_stop_string(self._tokenizer, slots.tokens[slot, :drawn], request.sampling.stop, request.response_ids):
                 self._finish(self._sequence(slot), "stop")
         for slot in where[ended & (slots.slot_epoch[where] == flight.reigns[here])]:
             self._finish(self._sequence(slot), slots.finish_of(int(slot)))

@@ -33,7 +33,7 @@ from roll.engine.paged.step_inputs import (
     padding,
 )
 from roll.engine.request import SamplingParams
-from roll.engine.sampling import draw
+from roll.engine.sampling import sample_tokens
 from roll.model.attention import logits_of
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
@@ -142,12 +142,12 @@ class ModelRunner:
         return hidden
 
     @torch.inference_mode()
-    def draw(self, drawing: Sheet, prompts: Sequence[Sheet], truncated: Mapping[int, SamplingParams]) -> AsyncOutput:
+    def sample(self, drawing: Sheet, prompts: Sequence[Sheet], truncated: Mapping[int, SamplingParams]) -> AsyncOutput:
         """Launches a step: one sampling row per slot, followed by the prompt rows. `truncated` are the rows with top-k or
         top-p, which wait for the device."""
         count, filling = drawing.shape[1], sum(sheet.shape[1] for sheet in prompts)
         if self._device.type != "cuda":
-            return self._draw_at_once(np.concatenate([drawing, *prompts], axis=1), truncated)
+            return self._sample_at_once(np.concatenate([drawing, *prompts], axis=1), truncated)
         if filling and count + filling > min(_FEW, self._slots):
             tiles = [padding(sheet, -(-sheet.shape[1] // self.tile) * self.tile, self._slots) for sheet in prompts]
             graph = self._replay(np.concatenate([padding(drawing, self._slots, self._slots), *tiles], axis=1))
@@ -236,18 +236,18 @@ class ModelRunner:
         if self._cap:
             wide = torch.tanh(wide / self._cap) * self._cap
         lengths = [int(sheet[POSITION, row]) + 1 for row in rows]
-        tokens, log_probs = draw(wide, list(range(len(rows))), [truncated[row] for row in rows], lengths)
+        tokens, log_probs = sample_tokens(wide, list(range(len(rows))), [truncated[row] for row in rows], lengths)
         drawn = torch.tensor(tokens, dtype=torch.int32, device=self._device)
         results[0, rows] = drawn
         results[1, rows] = torch.tensor(log_probs, device=self._device).view(torch.int32)
         self._last[torch.from_numpy(sheet[SLOT, rows].astype(np.int64)).to(self._device)] = drawn
 
-    def _draw_at_once(self, sheet: Sheet, truncated: Mapping[int, SamplingParams]) -> AsyncOutput:
+    def _sample_at_once(self, sheet: Sheet, truncated: Mapping[int, SamplingParams]) -> AsyncOutput:
         rows = StepInputs(self._to_device(sheet))
         logits = logits_of(self._model, self._hidden(rows, DecodeMetadata(self._pages, rows)))
         wanted = np.flatnonzero(sheet[DRAWS])
         samplings = [truncated.get(int(row)) or _sampling(sheet[:, row]) for row in wanted]
-        tokens, log_probs = draw(logits, wanted.tolist(), samplings, (sheet[POSITION, wanted] + 1).tolist())
+        tokens, log_probs = sample_tokens(logits, wanted.tolist(), samplings, (sheet[POSITION, wanted] + 1).tolist())
         results = torch.zeros(2, rows.count, dtype=torch.int32)
         results[0, wanted] = torch.tensor(tokens, dtype=torch.int32)
         results[1, wanted] = torch.tensor(log_probs, dtype=torch.float32).view(torch.int32)

@@ -37,7 +37,7 @@ from roll.engine.stop_strings import hits_stop_string
 from roll.model.hf_state_dict import with_tied
 from roll.strategy.infer.orphan_reaper import OrphanReaper, deaf_to_ctrl_c
 from roll.strategy.infer.vllm_args import LEAST_TEMPERATURE
-from roll.strategy.infer.vllm_engine import VllmSettings, drawing, environment_of, probing, recalling, start
+from roll.strategy.infer.vllm_engine import VllmSettings, environment_of, probing, recalling, start, vllm_sampling_params
 from roll.strategy.offload import Residency
 from roll.weight_sync.digest import digests
 from roll.weight_sync.host_copy import HostCopy
@@ -199,7 +199,7 @@ class VllmStrategy:
         running.salt = str(self._salt)
         prompt = {"prompt_token_ids": running.request.ids.tolist(), "cache_salt": running.salt}
         start = running.told_from if self._settings.layers is not None else None
-        params = drawing(running.request.sampling, len(running.request.ids), start)
+        params = vllm_sampling_params(running.request.sampling, len(running.request.ids), start)
         try:
             async with aclosing(self._llm.generate(prompt, params, f"{self._count}")) as outputs:
                 async for output in outputs:
@@ -243,7 +243,7 @@ class VllmStrategy:
             running.logprobs.append(found[token].logprob)
             running.versions.append(self._version)
             self._generated += 1
-            said = running.request.said
+            said = running.request.response_ids
             if token not in sampling.stop_ids and hits_stop_string(self._tokenizer, running.ids, sampling.stop, said):
                 running.finish = "stop"
                 break

@@ -50,7 +50,7 @@ class VllmSettings:
         return self.device == "cpu" and bool(self.shape.tie_word_embeddings)
 
 
-def drawing(sampling: SamplingParams, prompt_tokens: int, routes_from: int | None = None) -> Any:
+def vllm_sampling_params(sampling: SamplingParams, prompt_tokens: int, routes_from: int | None = None) -> Any:
     """Sampling parameters for vLLM. It reports routed experts from token `routes_from` on, if given."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

@@ -225,7 +225,7 @@ def resumed(request: Request, drawn: Completion, id: str = "") -> Request:
     ids = np.concatenate([request.ids, drawn.ids])
     left = request.sampling.max_new_tokens - len(drawn.ids)
     sampling = SamplingParams(**{**request.sampling.__dict__, "max_new_tokens": left})
-    return Request(id or request.id, ids, sampling, request.drawn + len(drawn.ids))
+    return Request(id or request.id, ids, sampling, request.sampled_tokens + len(drawn.ids))
 
 
 def trainers_log_probs(trainer: SingleStrategy, asked: Request, done: Completion) -> Tensor:
