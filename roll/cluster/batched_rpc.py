@@ -94,7 +94,7 @@ class _Box:
     """Results that a client has not fetched yet."""
 
     answers: list[Packed] = field(default_factory=list)
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    results: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class BatchedServer:
@@ -120,9 +120,9 @@ class BatchedServer:
         box = self._boxes[client]
         with suppress(TimeoutError):
             async with asyncio.timeout(POLL_S):
-                await box.news.wait()
+                await box.results.wait()
         answers, box.answers = box.answers, []
-        box.news.clear()
+        box.results.clear()
         if not self._under_way[client]:
             del self._boxes[client], self._under_way[client]
         return answers
@@ -133,4 +133,4 @@ class BatchedServer:
         self._under_way[client] -= 1
         box = self._boxes[client]
         box.answers.append((number, answer))
-        box.news.set()
+        box.results.set()

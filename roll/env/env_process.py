@@ -79,7 +79,7 @@ class EnvProcess:
         self._ending: ipc.EnvEnding | None = None
         self._fault = b""
         self._log = log
-        self._hearing = asyncio.create_task(self._hear())
+        self._hearing = asyncio.create_task(self._receive())
         self._watching = asyncio.create_task(self._watch())
 
     @classmethod
@@ -229,7 +229,7 @@ class EnvProcess:
         self._tell_fault()
         self._end("lost" if self._exited_full() else "crashed", self._obituary())
 
-    async def _hear(self) -> None:
+    async def _receive(self) -> None:
         """Passes replies on until the connection ends."""
         with contextlib.suppress(Exception):  # the process ended, or something else wrote to its end of the connection
             while True:
@@ -247,14 +247,14 @@ class EnvProcess:
                 # waits: who asks has a deadline
                 number, result, seconds = ipc.RESULTS.read(await self._child.reader.readexactly(size))
                 if number == ipc.BY_ITSELF:
-                    self._hear_news(result)
+                    self._receive_notice(result)
                     continue
                 if not isinstance(result, ipc.Result) or not isinstance(seconds, float):
                     return
                 self._calls.pop(number).settle((result, seconds))
                 self._send_next()
 
-    def _hear_news(self, news: ipc.News) -> None:
+    def _receive_notice(self, news: ipc.News) -> None:
         if isinstance(news, ipc.EnvSettled):
             self._threads[news.thread] = news.handle
         else:

@@ -74,7 +74,7 @@ class GymnasiumText(ActingEnvironment):
             return str(self._show(self._seen, self._world))
         if self._world.render_mode == "ansi":
             return plain_text(str(self._world.render()))
-        return told(self._seen)
+        return observation_text(self._seen)
 
     def close(self) -> None:
         self._world.close()
@@ -125,17 +125,17 @@ def named(name: str) -> Callable[..., GymnasiumText]:
     return partial(GymnasiumText, name)
 
 
-def told(observation: Any) -> str:
+def observation_text(observation: Any) -> str:
     """An observation as text: texts unchanged, parts by name, numbers with four digits."""
     if isinstance(observation, str):
         return observation
     if isinstance(observation, Mapping):
-        return "\n".join(f"{name}: {told(part)}" for name, part in observation.items())
+        return "\n".join(f"{name}: {observation_text(part)}" for name, part in observation.items())
     if isinstance(observation, tuple | list):
-        return "\n".join(told(part) for part in observation)
+        return "\n".join(observation_text(part) for part in observation)
     array = np.asarray(observation)
     if array.ndim > 1:
-        return "\n".join(told(row) for row in array)
+        return "\n".join(observation_text(row) for row in array)
     return " ".join(f"{number:.4g}" for number in np.atleast_1d(array).tolist())
 
 

@@ -24,7 +24,7 @@ from roll.scheduler.evaluate import (
     is_binary,
     measure_of,
     part_means,
-    told,
+    parts_text,
 )
 from roll.scheduler.rollout_result import RolloutBatch
 from roll.strategy.train.base import UpdateStats
@@ -144,7 +144,7 @@ def measured(evaluation: Evaluation) -> Measured:
     for name, found in evaluation.sets.items():
         each += "" if name == HELD_OUT else f", {name} {found.measure} {found.reward.value:.3f}"
         each += "".join(f", {of} {found.estimates[of].value:.3f}" for of in found.estimates if of != "reward")
-    own = "" if evaluation.domains else told(evaluation.parts)
+    own = "" if evaluation.domains else parts_text(evaluation.parts)
     mean = f"mean of {len(evaluation.sets)} sets, " if len(evaluation.sets) > 1 else ""
     detail = f"{mean}{evaluation.tokens_mean:.1f} tokens per answer{own}{each}"
     return Measured(evaluation.name, evaluation.reward, detail)

@@ -151,7 +151,7 @@ class Supervision(TrainSupervision):
         if roles.scorers.judge is not None:
             watch(roles.scorers.judge, self._told, self._judge_back, retired=self._retired("judge"))
         roles.pool.engine_trouble = self._engine_trouble
-        self.supervisor.spawn(self._tell_loads(), endless=True)
+        self.supervisor.spawn(self._report_loads(), endless=True)
         roles.pool.worker_trouble = lambda worker, reason: self.supervisor.mark_unhealthy("rollout", worker, reason)
 
     def stand_by(self) -> None:
@@ -197,7 +197,7 @@ class Supervision(TrainSupervision):
         self._retired("rollout")(worker, why)
         self._forget_rollout(worker)
 
-    async def _tell_loads(self) -> None:
+    async def _report_loads(self) -> None:
         """Reports the load of the engines to the router as long as the run lasts."""
         roles = self._roles
         while True:

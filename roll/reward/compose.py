@@ -32,7 +32,7 @@ from roll.reward.base import (
 )
 from roll.reward.builtin import OF_ROLES
 from roll.reward.factory import check_built_in, make
-from roll.reward.model_reward import ModelBackedReward, asks_role, told
+from roll.reward.model_reward import ModelBackedReward, as_graded, asks_role
 
 if TYPE_CHECKING:
     from roll.config.reward import RewardRule
@@ -81,9 +81,9 @@ def compose(
     """The reward that a configuration or a rule describes. A `UserError` names the wrong setting, prefixed by `where`."""
     rule = config if isinstance(config, ComposedRule) else ComposedRule.of(config)
     if not rule.parts:
-        return told("", make(rule.name, rule.options, root=root, where=where))
+        return as_graded("", make(rule.name, rule.options, root=root, where=where))
     parts = {
-        name: told(name, make(part.name, part.options, root=root, where=f"{where}.parts.{name}"))
+        name: as_graded(name, make(part.name, part.options, root=root, where=f"{where}.parts.{name}"))
         for name, part in rule.parts.items()
     }
     return Composed(rule.parts, parts)

@@ -82,7 +82,7 @@ class PrecomputedScore:
         return known[self._part] if self._part in known else self._reward(task, response)
 
 
-def told(part: str, reward: RewardFn) -> RewardFn:
+def as_graded(part: str, reward: RewardFn) -> RewardFn:
     """The reward in the form that a grader calls."""
     return PrecomputedScore(part, reward) if asks_role(reward) else reward
 

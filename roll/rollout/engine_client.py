@@ -205,12 +205,12 @@ class EngineClient:
 
     def _take(self, engine: int, news: OutputBatch) -> None:
         for progress in news.progress:
-            self._heard(engine, progress)
+            self._received(engine, progress)
         for completion in news.completions:
             if (answer := self._answer_to(engine, completion.id)) is not None:
                 answer.set_result(completion)
 
-    def _heard(self, engine: int, progress: Progress) -> None:
+    def _received(self, engine: int, progress: Progress) -> None:
         waiting = self._waiting.get(progress.id)
         if waiting is None or waiting.engine != engine or self._forsaken[engine][progress.id]:
             return

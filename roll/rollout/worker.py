@@ -73,12 +73,12 @@ class _Outbox:
     """Collects the next report."""
 
     report: Report = field(default_factory=Report)
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    has_report: asyncio.Event = field(default_factory=asyncio.Event)
     urgent: asyncio.Event = field(default_factory=asyncio.Event)
 
     def append(self, transition: Transition) -> None:
         self.report.moves.append(transition)
-        self.news.set()
+        self.has_report.set()
         if transition.state == "queued":  # the sample waits until the controller assigns an engine
             self.urgent.set()
 
@@ -90,7 +90,7 @@ class _Outbox:
 
     def take(self) -> Report:
         report, self.report = self.report, Report()
-        self.news.clear()
+        self.has_report.clear()
         self.urgent.clear()
         return report
 
@@ -232,7 +232,7 @@ class RolloutWorker(Worker):
         """Everything since the last call. Long-polls: waits up to `POLL_S` for the first entry."""
         box = self._outbox
         with suppress(TimeoutError):
-            await asyncio.wait_for(box.news.wait(), POLL_S)
+            await asyncio.wait_for(box.has_report.wait(), POLL_S)
             await asyncio.wait_for(box.urgent.wait(), GATHER_S)
         report = box.take()
         if self._error is not None:
@@ -316,11 +316,11 @@ class RolloutWorker(Worker):
             await together(self._carry_one(held, sample) for sample in held.samples)
         except Exception as error:  # the next `report` raises it on the controller
             self._error = self._error or error
-            self._outbox.news.set()
+            self._outbox.has_report.set()
         else:
             self._outbox.report.outcomes.extend(map(_outcome, held.samples))
             self._outbox.report.done.append(held.key)
-            self._outbox.news.set()
+            self._outbox.has_report.set()
         self._outbox.urgent.set()
 
     async def _carry_one(self, held: _Held, sample: Sample) -> None:

@@ -145,9 +145,9 @@ class SetEvaluation:
 
     def details(self) -> Iterator[str]:
         """How the answers were drawn, what was found in each domain, and what went wrong."""
-        yield f"  temperature {self.temperature:g}, {self.tokens_mean:.1f} tokens per answer{told(self.parts)}"
+        yield f"  temperature {self.temperature:g}, {self.tokens_mean:.1f} tokens per answer{parts_text(self.parts)}"
         for name, s in self.domains.items():
-            yield f"  {name}: {s.reward:.3f} over {s.samples} answers, {s.failed} failed{told(s.parts)}"
+            yield f"  {name}: {s.reward:.3f} over {s.samples} answers, {s.failed} failed{parts_text(s.parts)}"
         yield from (f"  {failure}" for failure in self.failures)
 
 
@@ -407,5 +407,5 @@ def part_means(samples: Sequence[Sample]) -> dict[str, float]:
     return {name: fmean(values) for name, values in parts.items()}
 
 
-def told(parts: dict[str, float]) -> str:
+def parts_text(parts: dict[str, float]) -> str:
     return "".join(f", {name} {value:.3f}" for name, value in parts.items())

@@ -49,13 +49,13 @@ class LongestFirst(SamplerWrapper):
         self._given = 0
         self._tokens: dict[str, int] = {}
         self._total = 0
-        self._news: list[tuple[str, int]] = []
+        self._new_lengths: list[tuple[str, int]] = []
 
     def begin_step(self) -> BatchPolicy:
-        for id, tokens in sorted(self._news):
+        for id, tokens in sorted(self._new_lengths):
             self._total += tokens - self._tokens.get(id, 0)
             self._tokens[id] = tokens
-        self._news.clear()
+        self._new_lengths.clear()
         return super().begin_step()
 
     def next(self) -> TaskDraw:
@@ -75,7 +75,7 @@ class LongestFirst(SamplerWrapper):
 
     def judged(self, task: Task, rewards: Sequence[float], tokens: Sequence[int]) -> None:
         if tokens:
-            self._news.append((task.id, round(sum(tokens) / len(tokens))))
+            self._new_lengths.append((task.id, round(sum(tokens) / len(tokens))))
         super().judged(task, rewards, tokens)
 
     def state(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class LongestFirst(SamplerWrapper):
             "taken": self._taken,
             "given": self._given,
             "tokens": dict(self._tokens),
-            "news": [list(news) for news in self._news],
+            "news": [list(news) for news in self._new_lengths],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -94,7 +94,7 @@ class LongestFirst(SamplerWrapper):
         self._taken, self._given = state["taken"], state["given"]
         self._tokens = dict(state["tokens"])
         self._total = sum(self._tokens.values())
-        self._news = [(id, tokens) for id, tokens in state["news"]]
+        self._new_lengths = [(id, tokens) for id, tokens in state["news"]]
 
     def _longest(self) -> int:
         mean = self._total / max(len(self._tokens), 1)

@@ -164,7 +164,7 @@ class RolloutPool:
             self.tokens.unregister(samples)
             if not self._lines[worker].take_back(lease):
                 await self._lines[worker].arrived()
-                await self._tell(worker, [name])
+                await self._send(worker, [name])
             raise
         except BaseException:
             self.tokens.unregister(samples)
@@ -177,7 +177,7 @@ class RolloutPool:
             for sample in samples:
                 del self._by_sample[sample.id]
 
-    async def _tell(self, worker: int, keys: list[str]) -> None:
+    async def _send(self, worker: int, keys: list[str]) -> None:
         with suppress(RemoteError):  # a dead worker has nothing to cancel
             await self._workers.call_rank(worker, RolloutWorker.cancel, keys)
 

@@ -411,9 +411,9 @@ class RolloutScheduler:
                 if left_s <= 0:
                     self._drop_late()
                     continue
-            await self._news(left_s)
+            await self._wait_for_change(left_s)
 
-    async def _news(self, limit_s: float | None) -> None:
+    async def _wait_for_change(self, limit_s: float | None) -> None:
         """Returns when a group was dropped or its task ended, after `limit_s`, or when the policy is due. The wait is
         bounded because every call that a group waits for has a deadline."""
         self._changed.clear()

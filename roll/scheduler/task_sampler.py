@@ -279,16 +279,16 @@ class SolveRateSampler(SamplerWrapper):
         self._low, self._high = low, high
         self._most, self._decay = most, decay
         self._seen: dict[str, tuple[float, int]] = {}  # rate, visits in a row: solved above 0, failed below
-        self._news: list[tuple[str, float]] = []
+        self._new_results: list[tuple[str, float]] = []
 
     def begin_step(self) -> BatchPolicy:
-        for id, mean in sorted(self._news):
+        for id, mean in sorted(self._new_results):
             share = min(max((mean - self._low) / (self._high - self._low), 0.0), 1.0)
             kind = int(share == 1) - int(share == 0)
             rate, streak = self._seen.get(id, (share, 0))
             rate = rate * self._decay + share * (1 - self._decay)
             self._seen[id] = (rate, streak + kind if streak * kind > 0 else kind)
-        self._news.clear()
+        self._new_results.clear()
         return super().begin_step()
 
     def next(self) -> TaskDraw:
@@ -300,7 +300,7 @@ class SolveRateSampler(SamplerWrapper):
 
     def judged(self, task: Task, rewards: Sequence[float], tokens: Sequence[int]) -> None:
         if rewards:
-            self._news.append((task.id, fmean(rewards)))
+            self._new_results.append((task.id, fmean(rewards)))
         super().judged(task, rewards, tokens)
 
     def rates(self) -> dict[str, float]:
@@ -309,12 +309,12 @@ class SolveRateSampler(SamplerWrapper):
 
     def state(self) -> dict[str, Any]:
         seen = {id: list(record) for id, record in self._seen.items()}
-        return {**super().state(), "seen": seen, "news": [list(news) for news in self._news]}
+        return {**super().state(), "seen": seen, "news": [list(news) for news in self._new_results]}
 
     def restore(self, state: dict[str, Any]) -> None:
         super().restore(state)
         self._seen = {id: (rate, streak) for id, (rate, streak) in state["seen"].items()}
-        self._news = [(id, mean) for id, mean in state["news"]]
+        self._new_results = [(id, mean) for id, mean in state["news"]]
 
     def _coin(self, draw: TaskDraw) -> float:
         """Between 0 and 1, evenly."""

@@ -81,7 +81,7 @@ class SimCluster:
         self._still = asyncio.Lock()
         self._report_s = report_s
         self._tasks: set[asyncio.Task[None]] = set()
-        self._spawn(self._tell_loads())
+        self._spawn(self._report_loads())
 
     @property
     def rollouts(self) -> list[MortalRollouts]:
@@ -232,7 +232,7 @@ class SimCluster:
         self._noticed_workers.discard(worker)
         self.pool.joined(worker)
 
-    async def _tell_loads(self) -> None:
+    async def _report_loads(self) -> None:
         while True:
             await asyncio.sleep(self._report_s)
             for number, engine in enumerate(self.engines):

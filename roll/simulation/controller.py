@@ -96,9 +96,9 @@ class SimRun:
         self.lifecycle = Lifecycle(self.ledger, self.loop.time)
         self.scheduler = RolloutScheduler(self.task_sampler, self.pool, self.lifecycle, self.config, no_signal)
         self.version = 0
-        self._loads = asyncio.create_task(self._tell_loads())
+        self._loads = asyncio.create_task(self._report_loads())
 
-    async def _tell_loads(self) -> None:
+    async def _report_loads(self) -> None:
         """Engines say how full they are, once a second."""
         while True:
             await asyncio.sleep(1.0)

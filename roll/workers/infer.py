@@ -64,7 +64,7 @@ class _Box:
     completions: list[Completion] = field(default_factory=list)
     progress: list[Progress] = field(default_factory=list)
     error: Exception | None = None
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    outputs: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class InferWorker(DeviceWorker):
@@ -84,7 +84,7 @@ class InferWorker(DeviceWorker):
         self._clients_of: dict[str, list[str]] = {}
         """Clients that wait for completions of each request id: several if an aborted request was followed by another."""
         self._boxes: defaultdict[str, _Box] = defaultdict(_Box)
-        self._heard: dict[str, int] = {}
+        self._received: dict[str, int] = {}
         """Tokens of each running request that were already sent to its client."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -144,7 +144,7 @@ class InferWorker(DeviceWorker):
                 self._clients_of.setdefault(request.id, []).append(client)
         if self._clients_of:
             self._keep_running("results", self._sort_results)
-            self._keep_running("progress", self._tell_progress)
+            self._keep_running("progress", self._report_progress)
         return refusals
 
     def _keep_running(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -178,8 +178,8 @@ class InferWorker(DeviceWorker):
         """New outputs of the client's requests. Long-polls: waits up to `POLL_S` for the first output."""
         box = self._boxes[client]
         with suppress(TimeoutError):
-            await asyncio.wait_for(box.news.wait(), POLL_S)
-        box.news.clear()
+            await asyncio.wait_for(box.outputs.wait(), POLL_S)
+        box.outputs.clear()
         news = OutputBatch(box.completions, box.progress)
         box.completions, box.progress = [], []
         error, box.error = box.error, None
@@ -187,36 +187,36 @@ class InferWorker(DeviceWorker):
             raise error
         return news
 
-    async def _tell_progress(self) -> None:
+    async def _report_progress(self) -> None:
         """Sends the new tokens of running requests to their clients every `PROGRESS_S`, while there are any requests."""
         while self._clients_of:
             await asyncio.sleep(PROGRESS_S)
-            for progress in self._strategy.progress(self._heard):
+            for progress in self._strategy.progress(self._received):
                 clients = self._clients_of.get(progress.id)
                 if clients and clients[-1] != NOBODY:
-                    self._heard[progress.id] = progress.start + len(progress.ids)
+                    self._received[progress.id] = progress.start + len(progress.ids)
                     box = self._boxes[clients[-1]]
                     box.progress.append(progress)
-                    box.news.set()
+                    box.outputs.set()
 
     async def _sort_results(self) -> None:
         """Puts each completion into the box of its client, while there are any requests."""
         try:
             while self._clients_of:
                 for completion in await self._strategy.results():
-                    self._heard.pop(completion.id, None)
+                    self._received.pop(completion.id, None)
                     if (client := self._client_of(completion.id)) not in (None, NOBODY):
                         box = self._boxes[client]
                         box.completions.append(completion)
-                        box.news.set()
+                        box.outputs.set()
                 await asyncio.sleep(0)
         except Exception as error:
             clients = {client for some in self._clients_of.values() for client in some}
             self._clients_of.clear()
-            self._heard.clear()
+            self._received.clear()
             for box in map(self._boxes.__getitem__, clients):
                 box.error = error
-                box.news.set()
+                box.outputs.set()
 
     def _client_of(self, id: str) -> str | None:
         """The client that a completion belongs to; None if an error ended its request."""

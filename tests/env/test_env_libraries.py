@@ -18,7 +18,7 @@ from roll.env import check, resolve
 from roll.env.base import opened, stepped
 from roll.env.compat import plain_info, plain_text
 from roll.env.gem import GemEnvironment
-from roll.env.gymnasium_text import GymnasiumText, told
+from roll.env.gymnasium_text import GymnasiumText, observation_text
 from roll.env.pool import EnvPool
 
 
@@ -132,7 +132,7 @@ def test_observations_rewards_and_info_of_any_kind_can_be_taken() -> None:
     assert world.step("<answer>1</answer>").truncated
     world.reset(3)
     assert world.step("<answer>1</answer>").info["drawn"] == step.info["drawn"]
-    assert told([np.zeros((2, 2)), 7]) == "0 0\n0 0\n7"
+    assert observation_text([np.zeros((2, 2)), 7]) == "0 0\n0 0\n7"
 
 
 def shown(observation: Any, world: Any) -> str:

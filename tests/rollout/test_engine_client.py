@@ -609,15 +609,15 @@ def test_progress_nobody_waits_for_or_with_a_gap_is_not_taken_for_another() -> N
         toy.mend()
         again = start(door, "a")  # before the end of the first one was told
         await until(lambda: toy.running)
-        door._heard(0, progress("a", 0, 77))  # of the first
-        door._heard(0, progress("stranger", 0, 78))
+        door._received(0, progress("a", 0, 77))  # of the first
+        door._received(0, progress("stranger", 0, 78))
         toy.finish("a", [], "abort")  # the end of the first
         toy.running["a"] = toy.asked[-1]
         await until(lambda: not sum(door._forsaken[0].values()))
-        door._heard(0, progress("a", 1, 79))  # what came before it was never heard
-        door._heard(0, progress("a", 0, 21, 22))
-        door._heard(0, progress("a", 1, 80))
-        door._heard(0, progress("a", 2, 23))
+        door._received(0, progress("a", 1, 79))  # what came before it was never heard
+        door._received(0, progress("a", 0, 21, 22))
+        door._received(0, progress("a", 1, 80))
+        door._received(0, progress("a", 2, 23))
         kill(handle)
         assert (await lost(again)).partial.ids.tolist() == [21, 22, 23]
 

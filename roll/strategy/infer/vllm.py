@@ -69,7 +69,7 @@ class _Running:
     salt: str = ""
     """Cache salt: only requests with the same salt share prefixes."""
     experts: NDArray[Any] | None = None
-    """[tokens, layers, chosen] as reported by vLLM when the request ends, from `told_from` on."""
+    """[tokens, layers, chosen] as reported by vLLM when the request ends, from `reported_from` on."""
     finish: Finish | None = None
     task: asyncio.Task[None] | None = None
 
@@ -78,14 +78,14 @@ class _Running:
         return Completion(told.id, told.ids, told.logprobs, told.versions, finish, self.routes(layers))
 
     @property
-    def told_from(self) -> int | None:
+    def reported_from(self) -> int | None:
         """The first token whose experts are requested from vLLM: at least one prompt token must be included (0.24)."""
         start = self.request.routes_from
         return None if start is None else min(start, len(self.request.ids) - 1)
 
     def routes(self, layers: ExpertLayers | None) -> Routes | None:
         """Routes from `routes_from` on, without the last token's; None if vLLM has not reported any."""
-        start, told_from = self.request.routes_from, self.told_from
+        start, told_from = self.request.routes_from, self.reported_from
         if layers is None or self.experts is None or start is None or told_from is None:
             return None
         last = len(self.request.ids) + self.known - 1
@@ -198,7 +198,7 @@ class VllmStrategy:
         self._count += 1
         running.salt = str(self._salt)
         prompt = {"prompt_token_ids": running.request.ids.tolist(), "cache_salt": running.salt}
-        start = running.told_from if self._settings.layers is not None else None
+        start = running.reported_from if self._settings.layers is not None else None
         params = vllm_sampling_params(running.request.sampling, len(running.request.ids), start)
         try:
             async with aclosing(self._llm.generate(prompt, params, f"{self._count}")) as outputs:
@@ -345,13 +345,13 @@ class VllmStrategy:
             self._probing = False
             held, self._held = self._held, []
             if self._verified:
-                self._tell(held)
+                self._report(held)
             else:
                 self.abort(list(self._running))
         if self._paused:
             await self._stand_still()
 
-    def _tell(self, held: Sequence[_Running]) -> None:
+    def _report(self, held: Sequence[_Running]) -> None:
         """Releases the tokens and finished requests of the probing period: their weights are now verified."""
         for running in self._running.values():
             running.known = len(running.ids)

@@ -220,12 +220,12 @@ def test_what_vllm_tells_of_all_layers_is_cut_to_those_with_experts_and_to_what_
     running.ids, running.logprobs, running.versions, running.known = [1, 2, 3], [0.0] * 3, [0] * 3, 3
     assert running.completion("stop", layers).routes is None, "it was not told"
     whole = np.arange(8 * 4 * 2, dtype=np.uint8).reshape(8, 4, 2)
-    assert running.told_from == min(start, 4)
-    running.experts = whole[running.told_from : 7]
+    assert running.reported_from == min(start, 4)
+    running.experts = whole[running.reported_from : 7]
     done = running.completion("stop", layers)
     assert done.routes is not None
     assert done.routes.tolist() == whole[start:7, [0, 3]].reshape(7 - start, 4).tolist()
-    running.experts = whole[running.told_from :]  # asked for as those of a prompt, they are one more
+    running.experts = whole[running.reported_from :]  # asked for as those of a prompt, they are one more
     again = running.completion("stop", layers)
     assert again.routes is not None
     assert again.routes.tolist() == done.routes.tolist()
