@@ -196,7 +196,7 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
 
     settings = load_config(config, overrides or [])
     found = _found(settings)
-    from roll.devices.disk_estimate import check_disk, disk_remark
+    from roll.devices.disk_estimate import check_disk, disk_warning
     from roll.devices.plan import check_memory, make_plan
     from roll.devices.render_plan import render_plan
     from roll.pipeline.prepare import prepare
@@ -215,7 +215,7 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
     for remark in pipeline.remarks:
         _console.print(Text(f"warning: {remark}", "yellow"), soft_wrap=True)
     place = Path(settings.run.dir)
-    if (too_much := disk_remark(made.writes, place)) is not None:
+    if (too_much := disk_warning(made.writes, place)) is not None:
         _console.print(Text(f"warning: {too_much}", "yellow"), soft_wrap=True)
     check_memory(made)
     check_disk(made.writes, place)

@@ -26,7 +26,7 @@ from roll.config.errors import RunError, UserError
 from roll.config.file_modes import like_its_folder
 from roll.config.secrets import print_no_secrets
 from roll.data.batch import Batch
-from roll.data.remote_columns import ColumnBlock, Columns, RemoteRef, TokenColumn, away, put_away
+from roll.data.remote_columns import ColumnBlock, Columns, RemoteRef, TokenColumn, block_to_remote, to_remote
 from roll.process.bounded_log import LIMIT_BYTES, start_writer
 
 Get = Callable[[Sequence[Any]], Awaitable[Sequence[Columns]]]
@@ -133,11 +133,11 @@ class WorkerRuntime:
         if put is None:
             return result
         if isinstance(result, TokenColumn):
-            return put_away(result, put)
+            return to_remote(result, put)
         if isinstance(result, ColumnBlock):
-            return away(result, put)
+            return block_to_remote(result, put)
         if isinstance(result, Batch):
-            tokens = {n: put_away(c, put) for n, c in result.columns.items() if isinstance(c, TokenColumn)}
+            tokens = {n: to_remote(c, put) for n, c in result.columns.items() if isinstance(c, TokenColumn)}
             return result.with_columns(**tokens)
         if isinstance(result, list):
             return [self._left_here(each) for each in result]

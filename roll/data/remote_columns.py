@@ -143,12 +143,14 @@ def resolve(columns: Mapping[str, TokenColumn], fetch: Fetch) -> dict[str, Token
     return {name: _with_blocks(column, here) for name, column in columns.items()}
 
 
-def put_away(column: TokenColumn, put: Callable[[Columns], Any]) -> TokenColumn:
+def to_remote(column: TokenColumn, put: Callable[[Columns], Any]) -> TokenColumn:
     """The column with references in place of the blocks that are here; `put` keeps one and returns its reference."""
-    return TokenColumn(tuple(away(block, put) for block in column.blocks), column.which, column.starts, column.key)
+    return TokenColumn(
+        tuple(block_to_remote(block, put) for block in column.blocks), column.which, column.starts, column.key
+    )
 
 
-def away(block: ColumnBlock, put: Callable[[Columns], Any]) -> ColumnBlock:
+def block_to_remote(block: ColumnBlock, put: Callable[[Columns], Any]) -> ColumnBlock:
     return block if isinstance(block.columns, RemoteRef) else ColumnBlock(RemoteRef(put(block.columns)))
 
 

@@ -90,7 +90,7 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(there).free
 
 
-def disk_remark(writes: DiskEstimate, folder: Path) -> str | None:
+def disk_warning(writes: DiskEstimate, folder: Path) -> str | None:
     """A warning if the run's files may not all fit; None if they do."""
     free = free_bytes(folder)
     if writes.peak_bytes <= free:

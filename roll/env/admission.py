@@ -64,7 +64,7 @@ class AdmissionQueue(Generic[W]):
         queue.popleft()
         self.inside[waiter.kind] += 1
 
-    def leave(self, waiter: W) -> None:
+    def remove(self, waiter: W) -> None:
         """Removes one that was admitted."""
         self.inside[waiter.kind] -= 1
 

@@ -227,7 +227,7 @@ class EnvProcess:
             await asyncio.wait({self._hearing}, timeout=_GRACE_S)  # replies sent before the end count
         await asyncio.wait({self._child.exit}, timeout=_LAST_WORDS_S)
         self._tell_fault()
-        self._end("lost" if self._exited_full() else "crashed", self._obituary())
+        self._end("lost" if self._exited_full() else "crashed", self._exit_reason())
 
     async def _receive(self) -> None:
         """Passes replies on until the connection ends."""
@@ -273,7 +273,7 @@ class EnvProcess:
         if place is not None and self._ending is None:
             self._ending = ipc.EnvEnding(place, f"had a fault{faulty_line(words)}")
 
-    def _obituary(self) -> str:
+    def _exit_reason(self) -> str:
         if self._exited_full():
             return "its process ended, because the environments in it had taken too much memory"
         ended = f"its process {self._child.exit_reason()}"

@@ -328,13 +328,13 @@ class EnvPool:
     def _free(self, episode: _Episode, host: EnvProcess) -> None:
         if host in self._rooms:
             self._rooms[host].remove(episode)
-            self._waiting.leave(episode)
+            self._waiting.remove(episode)
             self._hand_out()
 
     def _process_ended(self, host: EnvProcess) -> None:
         """An environment process ended: starts a replacement in the background."""
         for episode in self._rooms.pop(host, ()):
-            self._waiting.leave(episode)
+            self._waiting.remove(episode)
         if self._ended is None:
             task = asyncio.create_task(self._replace(host))
             self._replacing.add(task)

@@ -87,7 +87,7 @@ class RepairedLog:
                     left -= len(chunk)
 
 
-def mend(path: Path, place: CheckpointMark) -> RepairedLog:
+def repair_log(path: Path, place: CheckpointMark) -> RepairedLog:
     """The repair that makes the ledger at `path` consistent with the checkpoint position `place`."""
     size = path.stat().st_size if path.exists() else 0
     if not size and not place.position:
@@ -96,10 +96,10 @@ def mend(path: Path, place: CheckpointMark) -> RepairedLog:
         lost, _ = _with_tasks([_Piece(0, 0, gap(place.position))], place.under_way)
         return RepairedLog(tuple(lost), ((0, place.position),), (), 0)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return _Mending(content, place).mended()
+        return _LogRepair(content, place).mended()
 
 
-class _Mending:
+class _LogRepair:
     def __init__(self, content: mmap.mmap, place: CheckpointMark) -> None:
         self._content = content
         self._place = place

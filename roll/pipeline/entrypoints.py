@@ -17,7 +17,7 @@ from roll.config import Config, UserError, dump_config
 from roll.config.schema import SuperviseConfig
 from roll.data.chat_sources import ChatSource
 from roll.data.sources import TaskSource
-from roll.devices.disk_estimate import disk_remark
+from roll.devices.disk_estimate import disk_warning
 from roll.devices.plan import Plan, check_memory, make_plan
 from roll.pipeline.preflight import Found, check_folder, check_plays
 from roll.pipeline.prepare import Pipeline, RLVRPipeline, prepare
@@ -75,7 +75,7 @@ def train(
         check_memory(plan)
         for remark in pipeline.remarks:
             reporter.warned(remark)
-        if (too_much := disk_remark(plan.writes, Path(config.run.dir))) is not None:
+        if (too_much := disk_warning(plan.writes, Path(config.run.dir))) is not None:
             reporter.warned(too_much)
         recording = Recording.of(config, chosen.given, place, chosen.kept) if chosen.changed or not resume else None
         for remark in recording.remarks if recording else ():
@@ -231,7 +231,7 @@ async def _go_back(
             raise error
         await roles.check_nodes()
         recorder.reporter.warned(f"{str(error).splitlines()[0]}: going back to the last checkpoint")
-        await recorder.abandon_save()
+        await recorder.cancel_save()
         checkpoint = newest_checkpoint(recorder.folder)
         try:
             await roles.restart_trainers(None if checkpoint is None else checkpoint.path, supervise)

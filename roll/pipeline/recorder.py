@@ -267,7 +267,7 @@ class Recorder:
             # waits: for calls with deadlines, and a thread that writes small files
             await saving
 
-    async def abandon_save(self) -> None:
+    async def cancel_save(self) -> None:
         """Drops a checkpoint that is being written: it is either complete when this returns, or never."""
         if self._saving is not None:
             saving, self._saving = self._saving, None

@@ -71,14 +71,14 @@ class Resumed:
 def resumed(config: Config, folder: RunFolder) -> Resumed:
     """How the run in a folder resumes with a config; refused if it cannot."""
     changes = changes_of(config, folder)
-    _forget_secrets(folder)
+    _remove_secrets(folder)
     checkpoint = newest_checkpoint(folder)
     if checkpoint is not None:
         checkpoint.verify()
     return Resumed(checkpoint, changes, tuple(_remarks(folder, checkpoint)))
 
 
-def _forget_secrets(folder: RunFolder) -> None:
+def _remove_secrets(folder: RunFolder) -> None:
     """Removes secrets from config.yaml; older versions saved them."""
     written = folder.config_path.read_text(encoding="utf-8")
     if (without := saved_without_secrets(written)) != written:

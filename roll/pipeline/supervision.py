@@ -195,7 +195,7 @@ class Supervision(TrainSupervision):
 
     def _rollout_retired(self, worker: int, why: str) -> None:
         self._retired("rollout")(worker, why)
-        self._forget_rollout(worker)
+        self._drop_rollout_worker(worker)
 
     async def _report_loads(self) -> None:
         """Reports the load of the engines to the router as long as the run lasts."""
@@ -260,18 +260,18 @@ class Supervision(TrainSupervision):
 
     def _rollout_lost(self, worker: int, why: str) -> None:
         self._told(worker, why)
-        self._forget_rollout(worker)
+        self._drop_rollout_worker(worker)
 
-    def _forget_rollout(self, worker: int) -> None:
+    def _drop_rollout_worker(self, worker: int) -> None:
         """A rollout worker died: its samples are generated again on other workers."""
         self._roles.pool.lost(worker, f"rollout worker died: rollout[{worker}]")
         self.worker_lost(worker, f"rollout worker died: rollout[{worker}]")
-        self.supervisor.spawn(self._forget_clients(f"rollout[{worker}]/"))
+        self.supervisor.spawn(self._drop_clients(f"rollout[{worker}]/"))
 
-    async def _forget_clients(self, beginning: str) -> None:
+    async def _drop_clients(self, beginning: str) -> None:
         """Cancels the requests of a dead rollout worker on all engines."""
         roles = self._roles
-        calls = (roles.engines.call_rank(rank, InferWorker.forget_clients, beginning) for rank in sorted(roles.alive))
+        calls = (roles.engines.call_rank(rank, InferWorker.drop_clients, beginning) for rank in sorted(roles.alive))
         await asyncio.gather(*calls, return_exceptions=True)
 
     async def _rollout_back(self, worker: int) -> None:

@@ -113,7 +113,7 @@ class Grader:
         finally:
             reading.cancel()
         if answer is None:
-            raise ScoreFailure("crashed", await self._obituary())
+            raise ScoreFailure("crashed", await self._exit_reason())
         return answer
 
     async def _read(self) -> ipc.Answer | None:
@@ -136,6 +136,6 @@ class Grader:
     def _where(self) -> str:
         return f", in part {self._part!r}" if self._part else ""
 
-    async def _obituary(self) -> str:
+    async def _exit_reason(self) -> str:
         await asyncio.wait({self._child.exit}, timeout=_STATUS_S)
         return f"the grader process {self._child.exit_reason()}{self._where()}"

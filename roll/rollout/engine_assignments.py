@@ -13,10 +13,10 @@ class EngineAssignments:
     def __init__(self) -> None:
         self._given: dict[str, EngineAssignment] = {}
         self._awaited: dict[str, asyncio.Future[None]] = {}
-        self._taken_away: set[str] = set()
+        self._revoked: set[str] = set()
 
     def give(self, seat: EngineAssignment) -> None:
-        self._taken_away.discard(seat.sample)
+        self._revoked.discard(seat.sample)
         self._given[seat.sample] = seat
         awaited = self._awaited.get(seat.sample)
         if awaited is not None and not awaited.done():
@@ -27,20 +27,20 @@ class EngineAssignments:
         seat = self._given.get(sample)
         return None if seat is None else seat.engine
 
-    def lose(self, sample: str) -> None:
+    def mark_dead(self, sample: str) -> None:
         self._given.pop(sample, None)
-        self._taken_away.discard(sample)
+        self._revoked.discard(sample)
 
-    def take_away(self, sample: str) -> None:
+    def revoke(self, sample: str) -> None:
         """Removes the assignment of a sample that is not generating; it must request a new one before its next turn."""
         if self._given.pop(sample, None) is not None:
-            self._taken_away.add(sample)
+            self._revoked.add(sample)
 
-    def must_ask(self, sample: str) -> bool:
-        """Whether `take_away` removed the sample's assignment. Resets the flag."""
-        if sample not in self._taken_away:
+    def needs_assignment(self, sample: str) -> bool:
+        """Whether `revoke` removed the sample's assignment. Resets the flag."""
+        if sample not in self._revoked:
             return False
-        self._taken_away.discard(sample)
+        self._revoked.discard(sample)
         return True
 
     async def of(self, sample: str, deadline_s: float) -> EngineAssignment:

@@ -158,7 +158,7 @@ class SampleRunner:
                     return
             sample.log, sample.response, sample.turns, sample.ended = TokenLog(), None, 0, ""
             sample.turn_rewards, sample.turn_states = [], []
-            self._seats.lose(sample.id)
+            self._seats.mark_dead(sample.id)
             self._lifecycle.move(sample, "queued", sample.reason, **{"try": sample.tries})
 
     async def _attempt(self, sample: Sample, siblings: Sequence[Sample]) -> None:
@@ -209,7 +209,7 @@ class SampleRunner:
             if room < sampling.max_new_tokens:
                 sampling = replace(sampling, max_new_tokens=room)
         while True:
-            if sample.state == "acting" and self._seats.must_ask(sample.id):
+            if sample.state == "acting" and self._seats.needs_assignment(sample.id):
                 self._lifecycle.move(sample, "queued", "its engine was taken away meanwhile")
             try:
                 seat = await self._seats.of(sample.id, self._patience_s)
@@ -241,7 +241,7 @@ class SampleRunner:
             if drawn.tokens >= sampling.max_new_tokens:
                 return drawn, "length"
             left_s -= asyncio.get_running_loop().time() - began_s
-            self._seats.lose(sample.id)
+            self._seats.mark_dead(sample.id)
             self._lifecycle.move(sample, "queued", reason, tokens=drawn.tokens, **said)
 
     def _watch(self, sample: Sample, siblings: Sequence[Sample], before: PartialResponse) -> Watch | None:

@@ -1,7 +1,7 @@
 """The rollout worker: drives leased samples through engines, environments and graders, and stores their tokens.
 
 Invariants: a lease is reported done once, unless it is cancelled; the tokens of its samples stay in this process until
-`forget`, and trainers fetch them from here; the size of reports to the controller does not depend on response lengths.
+`release`, and trainers fetch them from here; the size of reports to the controller does not depend on response lengths.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Outbox:
         if transition.state == "queued":  # the sample waits until the controller assigns an engine
             self.urgent.set()
 
-    def forget(self, samples: set[str], keys: set[str]) -> None:
+    def discard(self, samples: set[str], keys: set[str]) -> None:
         report = self.report
         report.moves = [move for move in report.moves if move.sample not in samples]
         report.outcomes = [outcome for outcome in report.outcomes if outcome.sample not in samples]
@@ -221,7 +221,7 @@ class RolloutWorker(Worker):
                 moved.append(sample)
                 self._runner.stop(SampleCommand(sample.id, "requeue", reason))
             elif sample.state == "acting":
-                self._seats.take_away(sample.id)
+                self._seats.revoke(sample.id)
         with suppress(TimeoutError):
             async with asyncio.timeout(DISPLACE_S):
                 while any(self._runner.is_generating(sample) for sample in moved):  # noqa: ASYNC110
@@ -251,7 +251,7 @@ class RolloutWorker(Worker):
                 held.running.cancel()
                 # waits: it was cancelled
                 await asyncio.gather(held.running, return_exceptions=True)
-        self.forget(keys)
+        self.release(keys)
 
     @dispatch(Dispatch.ONE)
     def columns(self, blocks: Sequence[Sequence[str]], mask_below: int = 0) -> list[ColumnBlock]:
@@ -300,13 +300,13 @@ class RolloutWorker(Worker):
         return [group.lease for group in whole]
 
     @dispatch(Dispatch.ONE)
-    def forget(self, keys: Sequence[str]) -> None:
+    def release(self, keys: Sequence[str]) -> None:
         gone = {key: held for key in keys if (held := self._held.pop(key, None)) is not None}
         samples = {sample.id for held in gone.values() for sample in held.samples}
         for sample in samples:
             self._samples_here.pop(sample, None)
-            self._seats.lose(sample)
-        self._outbox.forget(samples, set(gone))
+            self._seats.mark_dead(sample)
+        self._outbox.discard(samples, set(gone))
 
     async def close(self) -> None:
         await self.cancel(list(self._held))

@@ -21,7 +21,7 @@ from roll.config import load_config
 from roll.config.errors import UserError
 from roll.config.hints import option, resuming
 from roll.ledger.index_tables import index_path
-from roll.ledger.log_repair import CheckpointMark, RepairedLog, mend
+from roll.ledger.log_repair import CheckpointMark, RepairedLog, repair_log
 from roll.run.checkpoint import Checkpoint, Checkpoints
 from roll.run.folder import RunFolder
 from roll.run.format import FORMAT_FILE, check_format
@@ -127,7 +127,7 @@ class _Repairing:
 
     def ledger(self, place: CheckpointMark) -> None:
         path = self._folder.ledger_path
-        mended = mend(path, place)
+        mended = repair_log(path, place)
         if mended.nothing:
             return
         self._found(path, _ledger_words(mended))

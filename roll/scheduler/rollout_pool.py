@@ -100,10 +100,10 @@ class RolloutPool:
                 return
             except WorkerLost as lost:
                 samples = [sample for sample in samples if sample.state != "dropped"]
-                if not samples or not self.start_anew(samples, lifecycle, str(lost)):
+                if not samples or not self.restart_samples(samples, lifecycle, str(lost)):
                     return
 
-    def start_anew(self, samples: Sequence[Sample], lifecycle: Lifecycle, reason: str) -> bool:
+    def restart_samples(self, samples: Sequence[Sample], lifecycle: Lifecycle, reason: str) -> bool:
         """Requeues samples that were lost with a rollout worker. If no tries are left, they fail and it returns False."""
         again = max(sample.tries for sample in samples) < self._tries
         for sample in samples:

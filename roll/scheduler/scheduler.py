@@ -347,7 +347,7 @@ class RolloutScheduler:
         self._group_table.release(group)
         lost = [sample for sample in group.samples if sample.state != "dropped"]
         self._pool.let_go(lost)
-        if self._pool.start_anew(lost, self._lifecycle, reason):
+        if self._pool.restart_samples(lost, self._lifecycle, reason):
             self._carriers.start(group)
         else:
             self._group_table.drop(group)

@@ -126,7 +126,7 @@ class TokenRegistry:
             if (home := self._homes.pop(sample, None)) is not None:  # None after its lease was cancelled
                 keys[home[0]].add(home[1])
         calls = [
-            self._workers.call_rank(worker, RolloutWorker.forget, sorted(some))
+            self._workers.call_rank(worker, RolloutWorker.release, sorted(some))
             for worker, some in keys.items()
             if worker in self._inside
         ]

@@ -279,13 +279,13 @@ class SimRollouts(Worker):
         for id in gone:
             if (sample := self._running.get(id)) is not None and sample.held.lease.key in keys:
                 self._drop(self._running.pop(id))
-        self.forget(keys)
+        self.release(keys)
         report = self._report
         report.moves = [move for move in report.moves if move.sample not in gone]
         report.outcomes = [outcome for outcome in report.outcomes if outcome.sample not in gone]
         report.done = [key for key in report.done if key not in keys]
 
-    def forget(self, keys: Sequence[str]) -> None:
+    def release(self, keys: Sequence[str]) -> None:
         for key in keys:
             if (held := self._held.pop(key, None)) is not None:
                 for id in held.lease.samples:

@@ -163,7 +163,7 @@ class InferWorker(DeviceWorker):
             self._strategy.submit([request])
 
     @dispatch(Dispatch.ALL)
-    def forget_clients(self, beginning: str) -> None:
+    def drop_clients(self, beginning: str) -> None:
         """Drops dead clients, whose names start with `beginning`: aborts their requests and discards the outputs."""
         for client in [client for client in self._boxes if client.startswith(beginning)]:
             del self._boxes[client]

@@ -69,14 +69,14 @@ class JudgeWorker(DeviceWorker):
             sampling = SamplingParams(room, drawing.temperature, stop_ids=self._stop_ids, seed=noise)
             self._submit(Request(f"{question}.{number}", np.array(prompt, np.int32), sampling))
         answers = [self._open[f"{question}.{number}"] for number in range(len(drawing.seeds))]
-        # waits: the caller has a deadline and calls `forget` after it
+        # waits: the caller has a deadline and calls `cancel` after it
         found = await asyncio.gather(*answers)
         if any(completion.finish == "abort" for completion in found):
             return None
         return [self._renderer.text(completion.ids) for completion in found]
 
     @dispatch(Dispatch.ONE)
-    def forget(self, question: str) -> None:
+    def cancel(self, question: str) -> None:
         """Aborts the replies to a question that its caller has given up."""
         self._engine.strategy.abort([id for id in self._open if id.rpartition(".")[0] == question])
 

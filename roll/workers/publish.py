@@ -42,7 +42,7 @@ async def publish(
         return
     path = choose_path(actor.places[0], engines.places) if path == "auto" else path
     for tries_left in reversed(range(TRIES)):
-        offer = await actor.call(TrainWorker.offer, version, path)
+        offer = await actor.call(TrainWorker.announce, version, path)
         await engines.call(InferWorker.begin_weights, offer)
         await _move(actor, engines, offer, path)
         found = await engines.call_each(InferWorker.end_weights, offer.manifest)
@@ -90,7 +90,7 @@ async def _move(
 async def _broadcast(actor: Cluster[TrainWorker], engines: Cluster[InferWorker]) -> None:
     backend = choose_backend(actor.places[0], engines.places)
     ranks = [place.rank for place in engines.places]
-    meeting: Rendezvous = await actor.call(TrainWorker.meeting, ranks, backend, actor.deadline_s)
+    meeting: Rendezvous = await actor.call(TrainWorker.open_rendezvous, ranks, backend, actor.deadline_s)
     sending = asyncio.ensure_future(actor.call(TrainWorker.send_weights, meeting))
     receiving = asyncio.ensure_future(engines.call(InferWorker.receive_weights, meeting))
     both = (sending, receiving)

@@ -181,7 +181,7 @@ class ScorerClients:
         async def leave() -> None:
             with suppress(RemoteError):
                 cluster = _there(self._scorers.judge, "judge")
-                await cluster.call_rank(rank % len(cluster), JudgeWorker.forget, question)
+                await cluster.call_rank(rank % len(cluster), JudgeWorker.cancel, question)
 
         task = asyncio.create_task(leave())
         self._leaving.add(task)

@@ -84,7 +84,7 @@ class TrainWorker(GroupWorker):
         return self._strategy.weights(version)
 
     @dispatch(Dispatch.ONE)
-    def offer(self, version: int, path: Path) -> WeightAnnouncement:
+    def announce(self, version: int, path: Path) -> WeightAnnouncement:
         """Announces the current weights as a version; they must not change until they have been sent."""
         prompt, log_probs = self.strategy.probe()
         sender = self._sending()
@@ -101,7 +101,7 @@ class TrainWorker(GroupWorker):
             self._sending().contribute(bucket)
 
     @dispatch(Dispatch.ONE)
-    def meeting(self, engines: Sequence[int], backend: BroadcastBackend, deadline_s: float) -> Rendezvous:
+    def open_rendezvous(self, engines: Sequence[int], backend: BroadcastBackend, deadline_s: float) -> Rendezvous:
         """The rendezvous for a broadcast from this trainer to the engines of these ranks."""
         ranks = {engine: number + 1 for number, engine in enumerate(engines)}
         return Rendezvous(BroadcastGroup.host(), BroadcastGroup.free_port(), ranks, backend, deadline_s)

@@ -18,7 +18,7 @@ from roll.cluster.worker_runtime import CallResult, StartInfo, WorkerRuntime, wh
 from roll.config.errors import RunError, UserError
 from roll.data import Batch, Sample, Task
 from roll.data.batch import token_block
-from roll.data.remote_columns import ColumnBlock, Columns, RemoteRef, TokenColumn, away
+from roll.data.remote_columns import ColumnBlock, Columns, RemoteRef, TokenColumn, block_to_remote
 
 PLACE = WorkerPlacement("role", 3, 4)
 
@@ -117,7 +117,7 @@ def samples(*lengths: int) -> list[Sample]:
 def batch_elsewhere(memory: Memory, *lengths: int) -> Batch:
     """Each sample in a block of its own."""
     made = samples(*lengths)
-    blocks = [away(token_block([sample]), memory.put) for sample in made]
+    blocks = [block_to_remote(token_block([sample]), memory.put) for sample in made]
     zeros = np.zeros(len(made), np.int64)
     return Batch.from_blocks(made, lengths, blocks, np.arange(len(made)), zeros)
 

@@ -22,10 +22,10 @@ from roll.data.remote_columns import (
     Indices,
     RemoteRef,
     TokenColumn,
-    away,
+    block_to_remote,
     blocks_of,
-    put_away,
     resolve,
+    to_remote,
 )
 
 CASES = settings(max_examples=80, deadline=None, derandomize=True)
@@ -147,7 +147,7 @@ def test_the_example_of_the_docstring() -> None:
 
 
 def test_a_column_elsewhere_cannot_be_read_and_says_what_to_do() -> None:
-    column = put_away(TokenColumn.flat(np.arange(3), indices([0, 3])), Store().put)
+    column = to_remote(TokenColumn.flat(np.arange(3), indices([0, 3])), Store().put)
     assert not column.is_here
     for read in (lambda: column.rows(indices([3])), lambda: column.gathered(indices([3]), np.zeros(0, np.int32))):
         with pytest.raises(LookupError, match="held by workers: fetch the batch"):
@@ -161,9 +161,9 @@ def test_a_column_elsewhere_cannot_be_read_and_says_what_to_do() -> None:
 def test_what_is_put_away_comes_back(made: tuple[TokenColumn, list[list[int]], Indices], data: st.DataObject) -> None:
     column, rows, lengths = made
     store = Store()
-    gone = put_away(column, store.put)
+    gone = to_remote(column, store.put)
     assert len(store.kept) == len(column.blocks)
-    assert put_away(gone, store.put).blocks == gone.blocks  # what is elsewhere stays there
+    assert to_remote(gone, store.put).blocks == gone.blocks  # what is elsewhere stays there
     assert len(store.kept) == len(column.blocks)
     chosen = indices(data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=8)) if rows else [])
     back = resolve({"a": gone.select(chosen), "b": gone}, store.fetch)
@@ -181,7 +181,7 @@ def test_nothing_is_fetched_of_what_is_here() -> None:
 
 def test_a_block_that_is_elsewhere_is_not_put_away_again() -> None:
     block = ColumnBlock(RemoteRef("there"))
-    assert away(block, Store().put) is block
+    assert block_to_remote(block, Store().put) is block
 
 
 def test_blocks_are_counted_once() -> None:
@@ -207,7 +207,9 @@ def batch_elsewhere(groups: Sequence[Sequence[Sample]], store: Store) -> Batch:
     lengths = [len(each.log) for each in samples]
     which = indices([number for number, group in enumerate(groups) for _ in group])
     starts = indices([sum(len(s.log) for s in group[:i]) for group in groups for i in range(len(group))])
-    return Batch.from_blocks(samples, lengths, [away(token_block(g), store.put) for g in groups], which, starts)
+    return Batch.from_blocks(
+        samples, lengths, [block_to_remote(token_block(g), store.put) for g in groups], which, starts
+    )
 
 
 def assert_same(a: Batch, b: Batch) -> None:
@@ -261,7 +263,7 @@ def test_batches_here_and_elsewhere_join_in_either_order(
 
 def test_columns_elsewhere_under_different_names_cannot_be_joined() -> None:
     store = Store()
-    one, other = (put_away(TokenColumn.flat(np.arange(2), indices([0, 2])), store.put) for _ in range(2))
+    one, other = (to_remote(TokenColumn.flat(np.arange(2), indices([0, 2])), store.put) for _ in range(2))
     other = TokenColumn(other.blocks, other.which, other.starts, "ids")
     with pytest.raises(LookupError, match="held by workers"):
         TokenColumn.joined([one, other], [indices([0]), indices([1])])
@@ -322,7 +324,7 @@ def test_a_computed_column_may_be_elsewhere_beside_columns_here() -> None:
     store = Store()
     batch = Batch.from_samples([sample(0, 3), sample(1, 2)])
     values = np.arange(batch.tokens, dtype=np.float32)
-    more = batch.with_columns(ref=put_away(TokenColumn.flat(values, batch.offsets), store.put))
+    more = batch.with_columns(ref=to_remote(TokenColumn.flat(values, batch.offsets), store.put))
     assert more.ids.tolist() == batch.ids.tolist()
     with pytest.raises(LookupError):
         more["ref"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from roll.config import Config, UserError, load_config
-from roll.devices.disk_estimate import DiskEstimate, check_disk, disk_remark, free_bytes
+from roll.devices.disk_estimate import DiskEstimate, check_disk, disk_warning, free_bytes
 from roll.devices.plan import make_plan
 from roll.pipeline.entrypoints import train
 from roll.pipeline.prepare import prepare
@@ -60,7 +60,7 @@ def test_a_disk_that_is_too_small_is_said_before_the_run(tmp_path: Path, monkeyp
     assert free_bytes(place) > 0
     for free, remark, refused in ((8 * GIB, False, False), (3 * GIB, True, False), (GIB, True, True)):
         monkeypatch.setattr("roll.devices.disk_estimate.free_bytes", lambda folder, free=free: free)
-        said = disk_remark(writes, place)
+        said = disk_warning(writes, place)
         assert (said is not None) == remark
         assert not remark or "up to about 7.0 GiB" in str(said)
         if refused:

@@ -33,7 +33,7 @@ def test_the_first_whose_kind_has_room_is_next(moves: list[str], limits: dict[st
             outside.append(Guest(move[-1], number, loop.create_future()))
             waiting.join(outside[-1])
         elif move == "leave" and inside:
-            waiting.leave(inside.pop(number % len(inside)))
+            waiting.remove(inside.pop(number % len(inside)))
         elif move == "give up" and outside:
             gone = outside.pop(number % len(outside))
             assert gone.turn is not None

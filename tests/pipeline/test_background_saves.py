@@ -158,11 +158,11 @@ def test_what_is_abandoned_is_absent(recorder: Recorder, folder: RunFolder, writ
         await writers.waits.wait()
         if writers.fails is not None:
             writers.may_end.set()
-        await recorder.abandon_save()
+        await recorder.cancel_save()
         assert steps(folder) == []
         assert leftovers(folder) == []
         await recorder.settle()
-        await recorder.abandon_save()
+        await recorder.cancel_save()
 
     asyncio.run(run())
 

@@ -29,8 +29,8 @@ def test_one_that_lost_its_seat_waits_for_the_next_and_for_its_own() -> None:
     async def main() -> None:
         seats = EngineAssignments()
         seats.give(EngineAssignment("a", 0))
-        seats.lose("a")
-        seats.lose("never had one")
+        seats.mark_dead("a")
+        seats.mark_dead("never had one")
         waiting = asyncio.create_task(seats.of("a", 10))
         await turns()
         assert not waiting.done()
@@ -88,7 +88,7 @@ def test_a_sample_has_the_seat_it_was_given_last(steps: list[tuple[str, int]]) -
                 seats.give(EngineAssignment(sample, number))
                 last[sample] = number
             elif what == "lose" and sample not in waiting:
-                seats.lose(sample)
+                seats.mark_dead(sample)
                 last[sample] = None
             elif what == "wait" and sample not in waiting:
                 waiting[sample] = asyncio.create_task(seats.of(sample, 1000))

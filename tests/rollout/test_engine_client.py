@@ -700,7 +700,7 @@ def test_the_requests_of_clients_that_died_end_and_nobody_hears_of_them() -> Non
         for client, id in (("rollout[1]/ab", "a"), ("rollout[1]/cd", "b"), ("rollout[10]/ef", "c")):
             await cluster.call_rank(0, InferWorker.submit, client, [request(id)])
             toy.draw(id, 11)
-        await cluster.call(InferWorker.forget_clients, "rollout[1]/")
+        await cluster.call(InferWorker.drop_clients, "rollout[1]/")
         assert (sorted(toy.aborted), list(toy.running)) == (["a", "b"], ["c"])
         toy.finish("c", [5])
         news = await cluster.call_rank(0, InferWorker.results, "rollout[10]/ef")

@@ -207,11 +207,11 @@ def test_forgetting_frees_the_tokens() -> None:
         worker = await worker_of(ToyRunner(lambda s: 1.0))
         worker.take([lease("1"), lease("2")])
         await reports(worker, 2)
-        worker.forget(["1", "unknown"])
+        worker.release(["1", "unknown"])
         assert set(worker._samples_here) == {"2.0", "2.1"}
         with pytest.raises(KeyError):
             worker.columns([["1.0"]])
-        worker.forget(["2"])
+        worker.release(["2"])
         assert not worker._samples_here
         assert not worker._held
 
@@ -465,7 +465,7 @@ def test_orders_for_samples_that_are_not_here_are_ignored() -> None:
         ]  # type: ignore[arg-type]
         worker.take([*strange, lease("1")])
         await reports(worker, 1)
-        worker.forget(["1"])
+        worker.release(["1"])
         worker.take([EngineAssignment("1.0", 0), SampleCommand("1.0", "drop", "?")])
         assert not worker._seats._given
         assert not worker._samples_here
@@ -552,7 +552,7 @@ def test_whatever_is_done_to_its_samples_a_lease_is_reported_done_once(seed: int
         assert worker._runner is not None
         assert not worker._runner._stops
         assert not worker._tasks
-        worker.forget(["1", "2", "3"])
+        worker.release(["1", "2", "3"])
         assert not worker._seats._given
 
     go(main())

@@ -707,7 +707,7 @@ def test_a_predicate_sees_what_was_drawn_on_earlier_engines_too() -> None:
         run.toys[0].draw("4.2", 11, 12)
         await asyncio.sleep(PROGRESS_S + 0.1)
         run.kill_engine(0)
-        run.seats.lose("4.2")
+        run.seats.mark_dead("4.2")
         await until(lambda: sample.state == "queued")
         run.seats.give(EngineAssignment("4.2", 1))
         await until(lambda: run.toys[1].running)

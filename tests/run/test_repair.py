@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from roll.config.errors import RunError, UserError
 from roll.ledger.log import gap, is_gap
-from roll.ledger.log_repair import CheckpointMark, mend
+from roll.ledger.log_repair import CheckpointMark, repair_log
 from roll.run import Checkpoints, Ledger, LedgerIndex, Metrics, RunFolder, Transition, read_samples, write_samples
 from roll.run.history import History
 from roll.run.repair import Repair, repair
@@ -129,9 +129,9 @@ def test_whatever_is_done_to_a_ledger_the_run_continues_and_it_balances(
     content, place = whole
     path = tmp_path / "ledger.log"
     path.write_bytes(damaged(content, some))
-    mended = mend(path, place)
+    mended = repair_log(path, place)
     mended.write(path)
-    again = mend(path, place)
+    again = repair_log(path, place)
     assert not again.cut_bytes, again
     assert not again.gaps, again
     finish(path, place)
@@ -149,7 +149,7 @@ def test_every_flipped_bit_costs_no_more_than_its_sample(tmp_path: Path, whole: 
     chance = random.Random(1)
     for at in sorted(chance.sample(range(len(content)), 200)):
         path.write_bytes(flipped(content, at, chance.randrange(8)))
-        mended = mend(path, place)
+        mended = repair_log(path, place)
         assert len(mended.gaps) + bool(mended.cut_bytes) == 1
         mended.write(path)
         finish(path, place)
@@ -169,7 +169,7 @@ def test_damage_after_the_checkpoint_costs_nothing(tmp_path: Path, whole: tuple[
     for at in range(place.position, len(content), 7):
         for broken in (flipped(content, at, 3), content[:at], content[:at] + b"\0" * 50):
             path.write_bytes(broken)
-            mended = mend(path, place)
+            mended = repair_log(path, place)
             mended.write(path)
             assert path.read_bytes()[: place.position] == content[: place.position]
             finish(path, place)
@@ -179,7 +179,7 @@ def test_damage_after_the_checkpoint_costs_nothing(tmp_path: Path, whole: tuple[
 def test_a_whole_ledger_is_left_alone(tmp_path: Path, whole: tuple[bytes, CheckpointMark]) -> None:
     path = tmp_path / "ledger.log"
     path.write_bytes(whole[0])
-    assert mend(path, whole[1]).nothing
+    assert repair_log(path, whole[1]).nothing
 
 
 def test_readers_pass_over_gaps(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ class BatchState:
         self.table[start:end, sequence.slot] = blocks
         self.held[sequence.slot] = end
 
-    def leave(self, sequence: PagedSequence) -> None:
+    def remove(self, sequence: PagedSequence) -> None:
         """Frees the slot. The sequence keeps its sampled tokens."""
         slot = sequence.slot
         self.bring_up(sequence)

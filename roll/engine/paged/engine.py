@@ -418,7 +418,7 @@ class PagedEngine:
         """Removes a running sequence from its slot. Its blocks stay in the pool for prefix sharing until they are
         reallocated."""
         filled = sequence.left_to_fill <= 0
-        self._slots.leave(sequence)
+        self._slots.remove(sequence)
         if sequence in self._filling:
             self._filling.remove(sequence)
         if filled and sequence.version == self.version:

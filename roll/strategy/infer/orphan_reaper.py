@@ -37,7 +37,7 @@ class _Interrupted(BaseException):
 
 
 @contextmanager
-def deaf_to_ctrl_c() -> Iterator[None]:
+def shield_sigint() -> Iterator[None]:
     """Processes that this thread starts in the block do not receive Ctrl-C, nor do their children. This process does,
     with a short delay: another thread receives it, and the main thread handles it when it returns to Python code. That
     ends the block: vLLM would take a KeyboardInterrupt for its own and continue to wait, so it gets another exception."""

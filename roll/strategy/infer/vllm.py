@@ -35,7 +35,7 @@ from roll.engine.routes import ExpertLayers
 from roll.engine.slot_engine import EngineStats
 from roll.engine.stop_strings import hits_stop_string
 from roll.model.hf_state_dict import with_tied
-from roll.strategy.infer.orphan_reaper import OrphanReaper, deaf_to_ctrl_c
+from roll.strategy.infer.orphan_reaper import OrphanReaper, shield_sigint
 from roll.strategy.infer.vllm_args import LEAST_TEMPERATURE
 from roll.strategy.infer.vllm_engine import VllmSettings, environment_of, probing, recalling, start, vllm_sampling_params
 from roll.strategy.offload import Residency
@@ -112,7 +112,7 @@ class VllmStrategy:
         self._folder = tempfile.TemporaryDirectory(prefix="roll-vllm-")
         self._keeper = OrphanReaper()
         try:
-            with environment_of(settings, self._keeper.environment), deaf_to_ctrl_c():
+            with environment_of(settings, self._keeper.environment), shield_sigint():
                 self._llm = start(settings, self._folder.name)
         except BaseException:
             self._keeper.close()
@@ -336,7 +336,7 @@ class VllmStrategy:
             return
         self._probing = True
         try:
-            self._begin_anew()
+            self._restart()
             await self._ask(self._llm.resume_generation())
             log_probs = await self._log_probs_of(weights.probe.tolist())
             check_probe(weights, log_probs, quantized=bool(self._settings.args.get("quantization")))
@@ -359,7 +359,7 @@ class VllmStrategy:
             if self._running.get(running.request.id) is running:  # otherwise it was aborted in the meantime
                 self._end(running, running.finish or "abort")
 
-    def _begin_anew(self) -> None:
+    def _restart(self) -> None:
         """Restarts requests without tokens, so that they share no prefix computed with older weights."""
         for running in self._running.values():
             if not running.ids and running.task is not None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from roll.strategy.infer.orphan_reaper import OrphanReaper, deaf_to_ctrl_c
+from roll.strategy.infer.orphan_reaper import OrphanReaper, shield_sigint
 
 WAITS = "import sys, time; print('here', flush=True); time.sleep(600)"
 WAITS_NAMED = f"import setproctitle; setproctitle.setproctitle('VLLM::EngineCore'); {WAITS}"
@@ -111,7 +111,7 @@ def said(code: str) -> str:
 
 @pytest.mark.parametrize("code", [BLOCKED, STARTS_ANOTHER], ids=["started", "started by it"])
 def test_what_is_started_deaf_hears_no_ctrl_c_and_what_is_started_later_does(code: str) -> None:
-    with deaf_to_ctrl_c():
+    with shield_sigint():
         assert said(code) == "True\n"
     assert said(code) == "False\n"
 

@@ -35,7 +35,7 @@ class Damaged(TrainWorker):
     @dispatch(Dispatch.ONE)
     def offer(self, version: int, path: Path) -> WeightAnnouncement:
         again, self._offered = self._offered == version, version
-        made = super().offer(version, path)
+        made = super().announce(version, path)
         assert isinstance(self.strategy, PolicyTrainer)
         weight = self.strategy.model.get_parameter(DAMAGED)
         assert isinstance(weight, DTensor)
