@@ -144,8 +144,8 @@ class RLVR:
         own_step = state.step - self._config.algorithm.critic_warmup_steps
         if value_stats is not None and own_step < 0:
             # critic warm-up: only the critic is updated
-            nothing = UpdateStats.nothing(batch.tokens, untrained=value_stats.untrained)
-            return self._with_used(nothing, used).beside("critic", value_stats)
+            nothing = UpdateStats.empty(batch.tokens, untrained=value_stats.untrained)
+            return self._with_used(nothing, used).with_prefixed("critic", value_stats)
         await self._residency_manager.enter("train")
         with self._recorder.span("train"):
             stats = await roles.actor.call(TrainWorker.update, batch, algorithm.loss_to_send, own_step)
@@ -153,7 +153,7 @@ class RLVR:
             algorithm.observe(stats.metrics, len(batch))
         self._health.judge(state.step + 1, stats)
         stats = self._with_used(stats, used)
-        return stats if value_stats is None else stats.beside("critic", value_stats)
+        return stats if value_stats is None else stats.with_prefixed("critic", value_stats)
 
     def _with_used(self, stats: UpdateStats, used: dict[str, float]) -> UpdateStats:
         """The stats with the algorithm's own metrics added."""

@@ -68,11 +68,11 @@ class UpdateStats:
     """Passes since the last update that were repeated with smaller micro-batches because the device ran out of memory."""
 
     @classmethod
-    def nothing(cls, tokens: int, untrained: tuple[str, ...] = ()) -> UpdateStats:
+    def empty(cls, tokens: int, untrained: tuple[str, ...] = ()) -> UpdateStats:
         """The stats of a step that did not change the model."""
         return cls(loss=0.0, grad_norm=0.0, lr=0.0, rows=0, tokens=tokens, updates=0, skipped=0, untrained=untrained)
 
-    def beside(self, name: str, other: UpdateStats) -> UpdateStats:
+    def with_prefixed(self, name: str, other: UpdateStats) -> UpdateStats:
         """These stats plus another's loss, gradient norm and metrics, added to `metrics` with the prefix `name_`."""
         theirs = {"loss": other.loss, "grad_norm": other.grad_norm, "skipped": float(other.skipped), **other.metrics}
         theirs |= {"micro_batch_tokens": other.micro_batch_tokens, "oom_retries": other.oom_retries}

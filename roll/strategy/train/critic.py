@@ -30,7 +30,7 @@ from roll.strategy.train.forward import ForwardRunner
 from roll.strategy.train.microbatch import MicroBatch
 from roll.strategy.train.nonfinite import NonFiniteTracker
 from roll.strategy.train.optimizer import MasterAdamW, learning_rate
-from roll.strategy.train.policy import guilty_of_all, whole_column
+from roll.strategy.train.policy import nonfinite_samples, whole_column
 from roll.strategy.train.saved_state import OPTIMIZER_FILE, load_state
 from roll.strategy.train.update_loop import make_updates
 from roll.strategy.train.work_split import OneProcess, RankShare, WorkSplit
@@ -85,7 +85,11 @@ class CriticTrainer:
         total, suspects, rows = self._passes.attempt(batch, work, undo=self._optimizer.zero_grad)
         done = self._optimizer.step(step, total)
         norm = done.norm if done.applied else math.nan
-        sick = NotFinite() if done.applied else NotFinite(guilty_of_all(self._spread, suspects, share.batch), done.sick)
+        sick = (
+            NotFinite()
+            if done.applied
+            else NotFinite(nonfinite_samples(self._spread, suspects, share.batch), done.nonfinite)
+        )
         metrics = {} if share.imbalance is None else {"imbalance": share.imbalance}
         return UpdateStats(float(total), norm, 0.0, rows, batch.tokens, 1, int(not done.applied), sick, metrics)
 

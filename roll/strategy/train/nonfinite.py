@@ -1,6 +1,6 @@
 """Finds the samples that made an update non-finite.
 
-The tokens' losses and gradients stay on the device until `guilty` is called, which happens only after a skipped update.
+The tokens' losses and gradients stay on the device until `samples` is called, which happens only after a skipped update.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class NonFiniteTracker:
         values)."""
         self._seen.append((micro.members, micro.sample, losses.detach(), slopes))
 
-    def guilty(self, batch: Batch) -> tuple[str, ...]:
+    def samples(self, batch: Batch) -> tuple[str, ...]:
         """The ids of samples with a token whose loss or loss gradient is not finite, in batch order."""
         found: set[int] = set()
         for members, sample, losses, slopes in self._seen:

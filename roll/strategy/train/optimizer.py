@@ -33,7 +33,7 @@ class OptimizerStep:
     norm: float
     """Norm of the gradients before clipping."""
     applied: bool
-    sick: tuple[str, ...] = ()
+    nonfinite: tuple[str, ...] = ()
     """If the update was not applied: parameters with a non-finite gradient."""
 
 

@@ -113,7 +113,11 @@ class PolicyTrainer:
                 self._mixture.end_update(routers)
         if share.imbalance is not None:
             metrics["imbalance"] = share.imbalance
-        sick = NotFinite() if done.applied else NotFinite(guilty_of_all(self._spread, suspects, share.batch), done.sick)
+        sick = (
+            NotFinite()
+            if done.applied
+            else NotFinite(nonfinite_samples(self._spread, suspects, share.batch), done.nonfinite)
+        )
         norm = done.norm if done.applied else math.nan
         return UpdateStats(total, norm, 0.0, seen.rows, batch.tokens, 1, int(not done.applied), sick, metrics)
 
@@ -187,9 +191,9 @@ def whole_column(spread: WorkSplit, batch: Batch, share: RankShare, own: FloatAr
     return np.asarray(spread.sum(torch.from_numpy(result).to(spread.device)).cpu().numpy(), np.float32)
 
 
-def guilty_of_all(spread: WorkSplit, suspects: NonFiniteTracker, own: Batch) -> tuple[str, ...]:
+def nonfinite_samples(spread: WorkSplit, suspects: NonFiniteTracker, own: Batch) -> tuple[str, ...]:
     """The samples of all ranks that made an update non-finite."""
-    return tuple(name for names in spread.gathered(suspects.guilty(own)) for name in names)
+    return tuple(name for names in spread.gathered(suspects.samples(own)) for name in names)
 
 
 class Seen:

@@ -106,7 +106,7 @@ def test_a_sick_gradient_changes_nothing(dtype: torch.dtype, slope: float) -> No
     sick = optimizer.step(2)
     assert not sick.applied
     assert not math.isfinite(sick.norm)
-    assert sick.sick == ("matrix", "vector")
+    assert sick.nonfinite == ("matrix", "vector")
     assert bits(net) == bits(healthy)
     # The moments are as they were too, and nothing of the sick gradient is left.
     for one, steps in ((net, optimizer), (healthy, other)):
