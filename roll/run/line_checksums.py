@@ -28,7 +28,7 @@ _RECORD_BYTES = 14
 _SETTLED = b"--------"
 
 
-def sums_path(run: Path, file: Path) -> Path:
+def checksums_path(run: Path, file: Path) -> Path:
     """The path of the checksums of a run's file."""
     return run / FOLDER / f"{_name(run, file)}.crc"
 
@@ -72,14 +72,14 @@ class Audit:
             lacks = "a line" if self.missing == 1 else f"{self.missing} lines"
             raise RunError(f"{file} is damaged, it lacks {lacks} that the run wrote: {remedy}")
         if self.sums_damaged:
-            raise RunError(f"{sums_path(run, file)} is damaged: {remedy}")
+            raise RunError(f"{checksums_path(run, file)} is damaged: {remedy}")
 
 
 def audit(run: Path, file: Path) -> Audit:
     """Compares a file with its checksums, also while it is being written. Raises `FileNotFoundError` without a file."""
-    before = read_sums(run, file)
+    before = read_checksums(run, file)
     *lines, torn = file.read_bytes().split(b"\n")
-    after = read_sums(run, file)
+    after = read_checksums(run, file)
     if before is None or after is None:
         return Audit(lines, torn, has_sums=False)
     least = max(before.settled, len(before.lines) - 1)
@@ -114,10 +114,10 @@ def compared(name: str, lines: Sequence[bytes], torn: bytes, sums: Checksums, le
     return found
 
 
-def read_sums(run: Path, file: Path) -> Checksums | None:
+def read_checksums(run: Path, file: Path) -> Checksums | None:
     """The checksums of a file; None if it has none."""
     try:
-        content = sums_path(run, file).read_bytes()
+        content = checksums_path(run, file).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
     if not content:  # a power cut came before they were on disk
@@ -125,9 +125,9 @@ def read_sums(run: Path, file: Path) -> Checksums | None:
     return _parse(_name(run, file), content)
 
 
-def write_sums(run: Path, file: Path, values: Iterable[int]) -> None:
-    """Replaces the checksums of a complete file by `values`, one per line, computed by `line_summer`."""
-    path, name = sums_path(run, file), _name(run, file)
+def write_checksums(run: Path, file: Path, values: Iterable[int]) -> None:
+    """Replaces the checksums of a complete file by `values`, one per line, computed by `line_checksum`."""
+    path, name = checksums_path(run, file), _name(run, file)
     records = [_record(name, number, b"%08x" % value) for number, value in enumerate(values)]
     records.append(_record(name, len(records), _SETTLED))
     _make_folder(run, path.parent)
@@ -137,12 +137,12 @@ def write_sums(run: Path, file: Path, values: Iterable[int]) -> None:
     os.replace(aside, path)
 
 
-def drop_sums(run: Path, file: Path) -> None:
+def drop_checksums(run: Path, file: Path) -> None:
     """Deletes the checksums of a file, before it is replaced or deleted."""
-    sums_path(run, file).unlink(missing_ok=True)
+    checksums_path(run, file).unlink(missing_ok=True)
 
 
-def line_summer(run: Path, file: Path) -> Callable[[bytes | memoryview], int]:
+def line_checksum(run: Path, file: Path) -> Callable[[bytes | memoryview], int]:
     """A function that computes the checksum of a line of the file, given without newline."""
     start = crc32(_name(run, file).encode())
     return lambda line: crc32(line, start)
@@ -157,10 +157,10 @@ class ChecksumWriter:
         self._start = crc32(self._name.encode())
         found = audit(run, file)
         found.refuse(run, file)
-        lines, sums = found.lines, read_sums(run, file)
+        lines, sums = found.lines, read_checksums(run, file)
         if sums is None or len(sums.lines) != len(lines) or sums.settled != len(lines):
-            write_sums(run, file, [crc32(line, self._start) for line in lines])
-        self._file = sums_path(run, file).open("ab", buffering=0)
+            write_checksums(run, file, [crc32(line, self._start) for line in lines])
+        self._file = checksums_path(run, file).open("ab", buffering=0)
         self._count = len(lines)
 
     def add(self, line: bytes) -> None:

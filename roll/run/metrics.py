@@ -21,7 +21,7 @@ from roll.config.errors import RunError, UserError
 from roll.config.file_modes import like_its_folder
 from roll.config.secrets import KNOWN
 from roll.run.folder import RunFolder
-from roll.run.line_checksums import ChecksumWriter, audit, drop_sums
+from roll.run.line_checksums import ChecksumWriter, audit, drop_checksums
 
 
 class Metrics:
@@ -54,7 +54,7 @@ class Metrics:
         """Deletes the steps after `step`; a run resumed from there writes them again."""
         self.close()
         kept = [line for line in _whole_lines(self._path) if (row := parse_row(line)) is not None and row["step"] <= step]
-        drop_sums(self._folder.path, self._path)
+        drop_checksums(self._folder.path, self._path)
         atomic_write(self._path, b"".join(line + b"\n" for line in kept))
         self._open()
         self._first_step = step + 1

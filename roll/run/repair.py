@@ -26,7 +26,15 @@ from roll.run.checkpoint import Checkpoint, Checkpoints
 from roll.run.folder import RunFolder
 from roll.run.format import FORMAT_FILE, check_format
 from roll.run.history import History, parse_event
-from roll.run.line_checksums import audit, compared, drop_sums, line_summer, read_sums, sums_path, write_sums
+from roll.run.line_checksums import (
+    audit,
+    checksums_path,
+    compared,
+    drop_checksums,
+    line_checksum,
+    read_checksums,
+    write_checksums,
+)
 from roll.run.metrics import parse_row
 from roll.run.samples import parse_sample
 
@@ -157,11 +165,11 @@ class _Repairing:
         self._found(path, "; ".join(said))
         if not self._dry_run:
             self._keep(path)
-            self._keep(sums_path(run, path))
-            drop_sums(run, path)
+            self._keep(checksums_path(run, path))
+            drop_checksums(run, path)
             atomic_write(path, b"".join(line + b"\n" for line in kept))
             if found.has_sums:
-                write_sums(run, path, map(line_summer(run, path), kept))
+                write_checksums(run, path, map(line_checksum(run, path), kept))
 
     def swapped_samples(self) -> None:
         """Renames samples files whose names were swapped."""
@@ -186,7 +194,7 @@ class _Repairing:
         """The samples file whose checksums match these lines."""
         run = self._folder.path
         for other in sorted(self._folder.samples_dir.glob("step-*.jsonl")):
-            sums = read_sums(run, other)
+            sums = read_checksums(run, other)
             if other != path and sums is not None:
                 found = compared(other.relative_to(run).as_posix(), lines, b"", sums, sums.settled)
                 if not (found.bad or found.missing or found.sums_damaged):

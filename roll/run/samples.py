@@ -12,7 +12,7 @@ from roll.atomic_files import atomic_open, to_json_line
 from roll.config.errors import RunError, UserError
 from roll.config.file_modes import like_its_folder
 from roll.run.folder import RunFolder
-from roll.run.line_checksums import audit, drop_sums, line_summer, write_sums
+from roll.run.line_checksums import audit, drop_checksums, line_checksum, write_checksums
 
 CHECKED_BYTES = 256 << 20
 """A resumed run verifies this much of its samples, which takes a second. `roll repair` verifies all of them."""
@@ -26,14 +26,14 @@ def write_samples(folder: RunFolder, step: int, rows: Iterable[Mapping[str, Any]
     folder.samples_dir.mkdir(exist_ok=True)
     like_its_folder(folder.samples_dir)
     path = _path(folder, step, part)
-    sum_of, sums = line_summer(folder.path, path), list[int]()
-    drop_sums(folder.path, path)
+    sum_of, sums = line_checksum(folder.path, path), list[int]()
+    drop_checksums(folder.path, path)
     with atomic_open(path) as file:
         for row in rows:
             line = to_json_line(row)
             file.write(line)
             sums.append(sum_of(memoryview(line)[:-1]))
-    write_sums(folder.path, path, sums)
+    write_checksums(folder.path, path, sums)
     return path
 
 
@@ -94,7 +94,7 @@ def check_samples(folder: RunFolder, last: int, most_bytes: int = CHECKED_BYTES)
 
 
 def _delete(folder: RunFolder, path: Path) -> None:
-    drop_sums(folder.path, path)
+    drop_checksums(folder.path, path)
     path.unlink(missing_ok=True)
 
 

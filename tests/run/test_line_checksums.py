@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from roll.config.errors import RunError
 from roll.run import Metrics, RunFolder, read_samples, write_samples
-from roll.run.line_checksums import FOLDER, line_summer, sums_path
+from roll.run.line_checksums import FOLDER, checksums_path, line_checksum
 from roll.run.repair import repair
 from roll.run.samples import check_samples
 
@@ -37,7 +37,7 @@ def test_a_checksum_whose_check_is_that_of_a_complete_file_is_still_a_checksum(f
     """Both checks have 16 bits: of 65,536 lines one has the same."""
     file = folder.samples_dir / "step-000001.jsonl"
     check = crc32(b"samples/step-000001.jsonl 0 --------") & 0xFFFF
-    value_of = line_summer(folder.path, file)
+    value_of = line_checksum(folder.path, file)
     same = (
         number
         for number in range(1_000_000)
@@ -121,7 +121,9 @@ def test_samples_that_have_each_others_names_get_their_own(run: RunFolder) -> No
 def test_no_damage_is_read_as_if_it_were_the_runs(run: RunFolder, data: st.DataObject) -> None:
     before = rows(run)
     metrics, samples = run.metrics_path, run.samples_dir / "step-000003.jsonl"
-    file = data.draw(st.sampled_from([metrics, samples, sums_path(run.path, metrics), sums_path(run.path, samples)]))
+    file = data.draw(
+        st.sampled_from([metrics, samples, checksums_path(run.path, metrics), checksums_path(run.path, samples)])
+    )
     whole = file.read_bytes()
     content, at = bytearray(whole), data.draw(st.integers(0, len(whole) - 1))
     match data.draw(st.sampled_from(["flip", "cut", "zero", "splice", "repeat"])):
@@ -157,7 +159,7 @@ def _refusal(run: RunFolder, before: list[Any]) -> str:
 
 def _restore(run: RunFolder, before: list[Any]) -> None:
     write_samples(run, 3, before[3])
-    sums_path(run.path, run.metrics_path).unlink(missing_ok=True)
+    checksums_path(run.path, run.metrics_path).unlink(missing_ok=True)
     run.metrics_path.write_text("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in before[0]))
     Metrics(run, tensorboard=False).close()
 
@@ -212,5 +214,5 @@ def test_resume_compares_no_more_samples_than_it_has_time_for(run: RunFolder) ->
 def test_who_may_read_the_run_may_read_its_checksums_and_nobody_else(run: RunFolder) -> None:
     run.path.chmod(0o750)
     write_samples(run, 9, [{"sample": "9.0"}])
-    made = sums_path(run.path, run.samples_dir / "step-000009.jsonl")
+    made = checksums_path(run.path, run.samples_dir / "step-000009.jsonl")
     assert made.stat().st_mode & 0o777 == made.parent.stat().st_mode & 0o666
