@@ -78,6 +78,11 @@ class _Episode:
     """Done when it no longer waits for a slot."""
 
     @property
+    def queue_position(self) -> int:
+        """Handles are numbered in the order in which episodes arrive."""
+        return self.handle
+
+    @property
     def process(self) -> EnvProcess | None:
         """The process in which it runs."""
         return self.apart or self.host

@@ -108,7 +108,7 @@ class RewardModelWorker(GroupWorker):
             # waits: for as long as rank 0 lives, and this process with it
             order = await orders.next()
             if isinstance(order, str):
-                self.strategy.set_residency(cast("Level", order))
+                self.strategy.set_residency(cast("Residency", order))
                 self._holds.put_nowait(None)
                 continue
             try:

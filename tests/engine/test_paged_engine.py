@@ -337,7 +337,7 @@ def test_damaged_weights_are_noticed(device: str) -> None:
 
 
 @devices
-@pytest.mark.parametrize("failing", ["draw", "fill"])
+@pytest.mark.parametrize("failing", ["sample", "fill"])
 def test_after_a_pass_that_failed_requests_begin_anew(failing: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it should have computed is not taken for computed, by those that were in it or by others."""
     monkeypatch.setattr(engine, "LONG", 24)

@@ -19,11 +19,11 @@ BLOCKED = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.S
 STARTS_ANOTHER = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BLOCKED!r}], check=True)"
 HEARS = """
 import os, signal, threading, time
-from roll.strategy.infer.orphan_reaper import deaf_to_ctrl_c
+from roll.strategy.infer.orphan_reaper import shield_sigint
 heard = []
 signal.signal(signal.SIGINT, lambda *_: heard.append(threading.current_thread().name))
 try:
-    with deaf_to_ctrl_c():
+    with shield_sigint():
         os.kill(os.getpid(), signal.SIGINT)
         while True:
             try:
@@ -39,13 +39,13 @@ print(*heard)
 """
 HEARS_AT_THE_END = """
 import os, signal, time
-from roll.strategy.infer.orphan_reaper import deaf_to_ctrl_c
+from roll.strategy.infer.orphan_reaper import shield_sigint
 heard = []
 def hear(*_): heard.append(0)
 signal.signal(signal.SIGINT, hear)
 for number in range(1000):
     try:
-        with deaf_to_ctrl_c():
+        with shield_sigint():
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1e-5 * (number % 16))
     except KeyboardInterrupt:
@@ -58,7 +58,7 @@ print(len(heard))
 """
 OWNER = f"""
 import os, subprocess, sys, time
-from roll.strategy.infer.orphan_reaper import OrphanReaper, deaf_to_ctrl_c
+from roll.strategy.infer.orphan_reaper import OrphanReaper, shield_sigint
 keeper = OrphanReaper()
 child = subprocess.Popen([sys.executable, "-c", {WAITS!r}], env={{**os.environ, **keeper.environment}})
 time.sleep(600)
