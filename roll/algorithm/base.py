@@ -67,7 +67,7 @@ class Algorithm:
 
     @property
     def needs_sample_kl(self) -> bool:
-        """Whether batches need the column `kl`: samples are compared with the penalty in their reward."""
+        """Whether batches need the column `kl`: samples are compared with the KL penalty included in their reward."""
         return self.has_kl_in_reward and self.config.credit == "sample"
 
     @property

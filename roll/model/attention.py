@@ -1,8 +1,8 @@
-"""One door into the attention of any `transformers` decoder.
+"""Replaces the attention of any `transformers` decoder by a plan.
 
-A forward pass of ROLL has no batch dimension and no padding: it is a row of tokens, and an `AttentionPlan` says which
-rows attend to which keys. The trainer's plan is a tree of shared prefixes, the engine's a cache. The plan travels as a
-keyword argument through the model's own forward, so the model's code is used as it is.
+A forward pass of ROLL has no batch dimension and no padding: it is one row of tokens, and an `AttentionPlan` decides
+which tokens attend to which keys. The trainer's plan is a tree of shared prefixes, the engine's a KV cache. The plan is
+passed as a keyword argument through the model's own forward, so the model's code is used unchanged.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class AttentionPlan(Protocol):
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """query [heads, rows, dim], key and value [kv_heads, rows, dim] → output [rows, heads, dim].
 
-        `module` is the layer that asks. Only a plan that must tell layers apart reads its number: a compiled layer that
-        reads it is compiled once for every number.
+        `module` is the calling layer. Only a plan that must distinguish layers should read its index: a compiled layer
+        that reads it is recompiled for every index.
         """
         ...
 
@@ -54,7 +54,8 @@ def forward_rows(model: PreTrainedModel, ids: Tensor, positions: Tensor, plan: A
 
 
 def takes_plans(model: PreTrainedModel) -> bool:
-    """Whether the model's own code asks the plan, rather than attending by itself: tried on one layer without values."""
+    """Whether the model's own code calls the plan instead of attending by itself: tried on one layer on the meta
+    device."""
     config = deepcopy(model.config)
     config.num_hidden_layers = 1
     if getattr(config, "layer_types", None):
@@ -68,7 +69,7 @@ def takes_plans(model: PreTrainedModel) -> bool:
             forward_rows(layer, rows, rows, plan)
     except TypeError as error:
         return "roll_plan" not in str(error)
-    except Exception:  # what cannot be tried so may yet be right, if it says so itself
+    except Exception:  # a model that cannot be tried this way may still work, if its class claims to
         return bool(getattr(type(model), "_supports_attention_backend", False))
     return plan.asked
 

@@ -1,14 +1,14 @@
 """Conversations as token logs: a chat template rendered turn by turn.
 
-What always holds: a turn's tokens are appended once and never made again. The opening is the template's own text; what
-follows a response is only the text the template puts after it (the end of the turn, the new messages, the start of the
-next answer), with the tokens it has in that place. Where a template would rewrite an earlier turn, or the conversation is
-shortened, that does not do: then the log forks, and the next answer follows the conversation as the template shows it
-from now on.
+Invariant: a turn's tokens are appended once and never re-rendered. The opening is the template's own text. After a
+response, only the text that the template puts after it is appended (the end of the turn, the new messages, the start of
+the next answer), with the tokens it has in that position. If a template would rewrite an earlier turn, or the
+conversation is shortened, that is impossible: the log forks, and the next answer follows the conversation as the template
+now shows it.
 
 A response that ended with a stop token has ended its turn itself, with whichever stop token the model sampled. The log
-keeps that token and leaves out the template's text up to and including its own end token. A response that was cut off
-(by its length, by a stop string) is followed by all the template writes.
+keeps that token and leaves out the template's text up to and including its own end token. A response that was cut off (by
+its length, by a stop string) is followed by everything the template writes.
 
 Example: after the prompt `<user>2+2?<end><assistant>` and the sampled tokens `4 <end>`, the message `3+3?` appends
 `<user>3+3?<end><assistant>`, and the same after `4 <stop>`; had the response been cut off after `4`, it would append
@@ -34,29 +34,30 @@ from roll.model.template import writes_each_alone
 V = TypeVar("V")
 
 _SENTINEL, _OTHER = "x", "y"
-"""Answers whose place in a template's text is where the two texts differ."""
+"""Two dummy answers: the position where their rendered texts differ is the position of an answer."""
 _KNOWN = 4096
-"""Of texts, answers and turns each: how many are kept, with what was made of them."""
+"""Size of each cache: of texts, answers and turns."""
 _SHORT = 32
-"""Tokens of an answer that is likely to be given again."""
+"""Answers of up to this many tokens are likely to repeat, and are cached."""
 _CONTEXT = 64
-"""Characters before a piece of text that may change how its beginning is tokenised."""
+"""Characters before a piece of text that may change how its start is tokenised."""
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
-"""Functions that the model may call, as JSON schemas: templates that know of tools show them."""
+"""Functions that the model may call, as JSON schemas. Templates with tool support show them."""
 
 
 class TemplateRewritesHistory(Exception):
-    """The chat template changes earlier turns when a new one follows, so that its tokens cannot follow theirs."""
+    """The chat template changes earlier turns when a new one follows, so that new tokens cannot be appended to the old
+    ones."""
 
 
 class NotTrainable(Exception):
-    """The chat template does not show an answer as the model would give it."""
+    """The chat template does not show an answer as the model would generate it."""
 
 
 @dataclass(frozen=True)
 class RenderedTurn:
-    """Text of a conversation, and tokens of it or of its end."""
+    """Text of a conversation, and the tokens of it or of its end."""
 
     text: str
     tokens: list[int]
@@ -69,24 +70,24 @@ class _Turn:
     prompt: str
     """The generation prompt that the text before ends with."""
     text: str
-    """All that follows, beginning with that prompt."""
+    """The text that follows, starting with that prompt."""
     tokens: list[int]
-    """Those since the end of the answer."""
+    """The tokens since the end of the answer."""
 
 
 @dataclass(frozen=True)
 class _Seam:
-    """What a template writes between any response and what a role says next."""
+    """The text that a template writes between any response and the content of the next message."""
 
     text: str
     closing: int
-    """How much of it ends the response: the characters up to and including the template's end token; 0 without one."""
+    """Length of the part that ends the response: up to and including the template's end token; 0 without one."""
     header: int
-    """How much of it comes before the next message's content."""
+    """Length of the part before the next message's content."""
 
     def after_stop(self, stop: str) -> int:
-        """How much of the text is left out after a response with this stop token: what would end the response. If the
-        stop token is the one that begins the next message (GLM's models stop at `<|user|>`), it is left out too."""
+        """Length of the text to leave out after a response with this stop token: the part that would end the response. If
+        the stop token is the one that starts the next message (GLM's models stop at `<|user|>`), it is left out too."""
         if not stop or self.text[: self.closing].endswith(stop):
             return self.closing
         begin = self.text[self.closing : self.header].lstrip()
@@ -94,7 +95,7 @@ class _Seam:
 
 
 class _Kept(Generic[V]):
-    """Values of the keys that were asked for last: siblings in one world often say and see the same."""
+    """An LRU cache: samples of a group in the same environment often produce and observe the same."""
 
     def __init__(self) -> None:
         self._values: OrderedDict[Hashable, V] = OrderedDict()
@@ -121,7 +122,7 @@ class ChatRenderer:
         self._each_alone = isinstance(template, str) and writes_each_alone(template)
         self._seams: dict[str, _Seam] = {}
         self._ending = ""
-        """What the template last wrote after an answer that nothing follows."""
+        """What the template wrote after the last answer without a following message."""
         self._known: _Kept[list[int]] = _Kept()
         self._beginnings: _Kept[tuple[str, str]] = _Kept()
         self._turns: _Kept[_Turn | None] = _Kept()
@@ -129,9 +130,9 @@ class ChatRenderer:
         self._last_opening: tuple[object, RenderedTurn] = (None, RenderedTurn("", []))
 
     def opening(self, messages: Sequence[Message], tools: Tools = ()) -> RenderedTurn:
-        """A conversation's start, up to where the model's next answer begins."""
+        """The start of a conversation, up to where the model's next answer starts."""
         asked = (list(messages), list(tools))
-        if asked != self._last_opening[0]:  # siblings ask for the same one after the other
+        if asked != self._last_opening[0]:  # the samples of a group request the same one in turn
             text = self._text(messages, generate=True, tools=tools)
             self._last_opening = (asked, RenderedTurn(text, self._tokens(text)))
         return self._last_opening[1]
@@ -144,10 +145,10 @@ class ChatRenderer:
         tools: Tools = (),
         before: str | None = None,
     ) -> RenderedTurn:
-        """The text up to where the next response begins, and the tokens of it since the end of the last one.
+        """The text up to where the next response starts, and its tokens since the end of the last response.
 
         `history` ends with that response; `ended` is the stop token it was sampled with, None if it was cut off; `before`
-        is the text up to where it began, if that is known. `TemplateRewritesHistory` if no tokens can follow it.
+        is the text up to where it started, if known. Raises `TemplateRewritesHistory` if no tokens can follow it.
         """
         if not history or history[-1]["role"] != "assistant":
             raise ValueError("a follow-up comes after an assistant's message")
@@ -163,8 +164,9 @@ class ChatRenderer:
     def _turn(
         self, first: Message, answer: Message, ended: int | None, new: Sequence[Message], tools: Tools
     ) -> _Turn | None:
-        """What a turn adds where the template writes every message by itself: rendered after the first message alone,
-        else a conversation's turns would cost more and more. None where the template does not keep to it."""
+        """What a turn adds if the template writes every message independently. It is rendered after the first message
+        alone; otherwise the cost of a turn would grow with the conversation. None if the template does not behave so
+        after all."""
         known = (repr(first), repr(tools) if tools else "")
 
         def make() -> _Turn | None:
@@ -191,7 +193,7 @@ class ChatRenderer:
         new: Sequence[Message],
         tools: Tools,
     ) -> list[int]:
-        """The tokens since the end of the answer, which began after `before`."""
+        """The tokens since the end of the answer, which started after `before`."""
         after = _after(before, whole, history[-1]["content"])
         role = new[0]["role"] if new else ""
         seam = self._seams.get(role) or self._find_seam(history, role, tools)
@@ -211,14 +213,14 @@ class ChatRenderer:
         text = _common(one, other)
         ending = self._find_ending(history[:-1], tools)
         closing = self._first_stop(text if ending is None else _common(text, ending))
-        if not closing:  # some templates end an answer only where something follows it
+        if not closing:  # some templates end an answer only if something follows it
             closing = self._first_stop(_common(text, self._before_header(history, tools)))
         self._seams[role] = _Seam(text, closing, len(text) if one != other else closing)
         return self._seams[role]
 
     def _find_ending(self, before: Sequence[Message], tools: Tools) -> str | None:
-        """What the template writes after an answer that nothing follows: the end of the answer, and nothing of a next
-        message. None where the template refuses to end with an answer."""
+        """What the template writes after an answer without a following message: the end of the answer, and nothing of a
+        next message. None if the template refuses to end with an answer."""
         try:
             one, other = (
                 self._text([*before, Message(role="assistant", content=text)], generate=False, tools=tools)
@@ -229,8 +231,8 @@ class ChatRenderer:
         return one[len(_common(one, other)) + len(_SENTINEL) :]
 
     def _before_header(self, history: Sequence[Message], tools: Tools) -> str:
-        """What the template writes between an answer and the beginning of a user's message, which is found where the same
-        message opens a conversation. Empty where the template takes no user's message there."""
+        """What the template writes between an answer and the start of a user's message. That start is found by rendering
+        the same message as the opening of a conversation. Empty if the template accepts no user's message there."""
         one, other = (Message(role="user", content=text) for text in (_SENTINEL, _OTHER))
         try:
             after = _common(*(self._after_marked(history, [new], tools) for new in (one, other)))
@@ -240,7 +242,7 @@ class ChatRenderer:
         return after[: len(after) - len(_common(after[::-1], opening[::-1]))]
 
     def _first_stop(self, text: str) -> int:
-        """Where the first stop token in it ends; 0 if there is none."""
+        """The position after the first stop token in the text; 0 if there is none."""
         found = [(text.find(stop), -len(stop)) for stop in self._stops.values() if stop in text]
         if not found:
             return 0
@@ -248,8 +250,8 @@ class ChatRenderer:
         return where - length
 
     def _after_marked(self, history: Sequence[Message], new: Sequence[Message], tools: Tools) -> str:
-        """What follows a response, whatever it says: an empty one shows nothing of what is put before it, and of some a
-        template leaves white space out."""
+        """The text after a response, independent of its content. The response is replaced by a marker, because the
+        position of an empty one is not visible, and templates strip white space from some."""
         marked = [*history[:-1], Message(role="assistant", content=_SENTINEL)]
         self._check_history_kept(history, new, tools)
         self._check_history_kept(marked, new, tools)
@@ -259,8 +261,8 @@ class ChatRenderer:
 
     def demonstrations(self, messages: Sequence[Message], tools: Tools = ()) -> list[TokenLog]:
         """The conversation as one log in which the assistant's answers are the responses, each up to the token that ends
-        it. Where the template rewrites what came before an answer, the answer has a log of its own, with the rewritten
-        turns as its prompt."""
+        it. If the template rewrites what came before an answer, the answer has a log of its own, with the rewritten turns
+        as its prompt."""
         logs: list[TokenLog] = []
         written = ""
         for end in (number for number, message in enumerate(messages) if message["role"] == "assistant"):
@@ -276,8 +278,8 @@ class ChatRenderer:
         return logs
 
     def _said(self, opening: str, messages: Sequence[Message], tools: Tools) -> str:
-        """The text of the answer that `messages` end with, as the model would give it after `opening`: up to the first
-        stop token that the template puts after it."""
+        """The text of the answer that `messages` end with, as the model would generate it after `opening`: up to the
+        first stop token that the template puts after it."""
         shown = self._text(messages, generate=False, tools=tools)
         if not shown.startswith(opening):
             raise NotTrainable("the chat template shows an answer after another beginning than it asks for one with")
@@ -288,13 +290,13 @@ class ChatRenderer:
         if not end or not any(stop in rest for stop in self._stops.values()):
             named = ", ".join(map(repr, self._stops.values())) or "none"
             raise NotTrainable(f"the chat template puts none of the tokens that end an answer ({named}) after one")
-        if not rest.endswith(self._ending):  # it ends this answer in another way than others
+        if not rest.endswith(self._ending):  # it ends this answer differently from others
             return rest[: max(rest.rfind(stop) + len(stop) for stop in self._stops.values() if stop in rest)]
         return rest[: len(rest) - len(self._ending) + end]
 
     def text(self, ids: Sequence[int] | IntArray) -> str:
-        """What a response says: its tokens without the stop token that ended it, whether or not the tokenizer counts that
-        one among its special tokens, and without special tokens. Text that only reads like a stop token stays."""
+        """The text of a response: its tokens without the stop token that ended it, whether or not the tokenizer counts
+        that one as special, and without special tokens. Text that only looks like a stop token stays."""
         if len(ids) and int(ids[-1]) in self.stop_ids:
             ids = ids[:-1]
         if len(ids) > _SHORT:
@@ -316,12 +318,12 @@ class ChatRenderer:
             )
 
     def _text(self, messages: Sequence[Message], generate: bool, tools: Tools = ()) -> str:
-        """What the template writes; `TemplateError` where it refuses these messages or breaks on them."""
+        """The template's text for these messages. Raises `TemplateError` if the template refuses them or fails."""
         try:
             text: str = self.tokenizer.apply_chat_template(
                 list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generate
             )
-            text.encode()  # tokenizers say less of what is wrong
+            text.encode()  # tokenizers would give a less helpful error
         except UnicodeEncodeError as error:
             half = error.object[error.start]
             raise TemplateError(
@@ -335,9 +337,9 @@ class ChatRenderer:
         return self._known.of(text, lambda: self._tokenised(text))
 
     def _tokens_after(self, context: str, text: str) -> list[int]:
-        """The tokens of a text that follows another one. Some tokenizers put a space before the first word of all, and
-        some special tokens take in the white space beside them, so a text by itself may have other tokens than in its
-        place. Where a token would reach across, the text is tokenised by itself."""
+        """The tokens of a text in the context of the text before it. Some tokenizers put a space before the first word,
+        and some special tokens absorb adjacent white space, so a text by itself may have different tokens than in its
+        place. If a token would span both texts, the text is tokenised by itself."""
 
         def make() -> list[int]:
             first, both = self._tokens(context), self._tokenised(context + text)
@@ -351,10 +353,10 @@ class ChatRenderer:
 
 
 class Conversation:
-    """A token log and the messages it stands for, growing together.
+    """A token log and the messages it represents, which grow together.
 
-    With a `window` the model sees the opening and that many of the turns before the present one, a turn being an answer
-    and what the world said to it; without, all of them.
+    With a `window` the model sees the opening and that many of the turns before the current one, a turn being an answer
+    and the environment's reply; without, it sees all of them.
     """
 
     def __init__(
@@ -371,7 +373,7 @@ class Conversation:
         self._window = window
         self.messages: list[Message] = list(messages)
         self._turns: list[int] = []
-        """Where in the messages each answer is."""
+        """The index of each answer in the messages."""
         self._seen = 0
         """The first turn that the log's last branch shows."""
         self.log = log if log is not None else TokenLog()
@@ -379,7 +381,7 @@ class Conversation:
         self._opening = len(self.messages)
         opening = renderer.opening(messages, tools)
         self._written = opening.text
-        """Up to where the last response began."""
+        """The text up to where the last response started."""
         self.log.prompt(opening.tokens)
 
     def respond(self, ids: IntArray, logprobs: FloatArray, versions: IntArray, routes: Routes | None = None) -> str:
@@ -393,8 +395,8 @@ class Conversation:
         return text
 
     def observe(self, messages: Sequence[Message], longest: int | None = None) -> bool:
-        """Appends what the world answered: as an observation, or, where that cannot follow what was said before, as the
-        beginning of a branch. False, with nothing changed, if the model would then see `longest` tokens or more."""
+        """Appends the environment's reply: as an observation or, if that cannot follow the earlier tokens, as the start
+        of a branch. Returns False, with nothing changed, if the model would then see `longest` tokens or more."""
         first = max(0, len(self._turns) - self._window) if self._window else 0
         if first == self._seen:
             try:
@@ -419,13 +421,13 @@ class Conversation:
         return True
 
     def _shown(self, first: int) -> list[Message]:
-        """The conversation as the model sees it from that turn on."""
+        """The conversation as the model sees it, from that turn on."""
         return [*self.messages[: self._opening], *self.messages[self._turns[first] :]]
 
 
 def _after(before: str, whole: str, response: str) -> str | None:
-    """What follows a response that stands in the whole, as it is, right after what was before it; None where that
-    cannot be seen."""
+    """The text after a response that follows `before` verbatim in the whole text; None if the response is not found
+    there."""
     rest = whole[len(before) :]
     if not response.strip() or not whole.startswith(before) or not rest.startswith(response):
         return None
@@ -433,5 +435,5 @@ def _after(before: str, whole: str, response: str) -> str | None:
 
 
 def _common(one: str, other: str) -> str:
-    """What both begin with."""
+    """The common prefix."""
     return "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -1,7 +1,7 @@
 """Reward models: a decoder with a head of one output, as `transformers` saves `AutoModelForSequenceClassification`.
 
-What always holds: a head that is not in the files is refused, never made up; what is read is what the class itself reads,
-the output at the last token that is not padding.
+Invariants: a missing head is an error, never initialised at random; the score is what the class itself reads, the output
+at the last token that is not padding.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WANTED = (
 
 
 def load_classifier_config(source: ModelSource) -> PretrainedConfig:
-    """The shape of a reward model, found good; without its weights."""
+    """The config of a reward model, checked; without its weights."""
     from transformers import AutoModelForSequenceClassification
     from transformers.modeling_layers import GenericForSequenceClassification
 
@@ -46,7 +46,7 @@ def load_classifier_config(source: ModelSource) -> PretrainedConfig:
 
 
 def load_classifier(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
-    """The model and its head (`score`), its attention behind ROLL's plans."""
+    """The model and its head (`score`), with its attention replaced by ROLL's plans."""
     from transformers import AutoModelForSequenceClassification
 
     from roll.model import attention
@@ -62,6 +62,7 @@ def load_classifier(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def as_read(ids: IntArray, shape: PretrainedConfig) -> IntArray:
-    """The tokens up to the one that is read: padding at the end, which some models have as the end of a turn, is none."""
+    """The tokens up to the one whose output is the score: without padding at the end, which some models also use as the
+    end of a turn."""
     kept = np.flatnonzero(ids != (-1 if shape.pad_token_id is None else shape.pad_token_id))
     return ids[: kept[-1] + 1] if len(kept) else ids[:1]

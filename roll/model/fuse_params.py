@@ -1,7 +1,7 @@
-"""Matrices side by side: several parameters as one, for products that are computed together.
+"""Fuses several parameters into one storage, for products that are computed together.
 
-The queries', keys' and values' weights of a layer are multiplied with the same rows, so one product over all of them is
-faster than three. Their parameters become views of one storage: whoever writes them in place writes the whole, and
+The query, key and value weights of a layer are multiplied with the same hidden states, so one product over all of them is
+faster than three. Their parameters become views of one storage: writing them in place updates the fused tensor, and
 nothing is copied again.
 """
 
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 
 def adjoin(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """One tensor of all of them, joined along their first dimension. They stay the same objects with the same values,
-    and are moved into a common storage where they do not share one yet."""
+    """One tensor of all parameters, concatenated along their first dimension. The parameters stay the same objects with
+    the same values, and are moved into a common storage if they do not share one yet."""
     whole = _whole(parameters)
     if whole is not None:
         return whole
@@ -26,7 +26,7 @@ def adjoin(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def _whole(parameters: Sequence[nn.Parameter]) -> Tensor | None:
-    """The tensor they are the parts of, if they are."""
+    """The tensor that the parameters are consecutive parts of, if they are."""
     first = parameters[0].detach()
     offset = first.storage_offset()
     for parameter in parameters:

@@ -1,7 +1,7 @@
-"""A model's tensors under the names, and in the pieces, that its checkpoints have.
+"""A model's tensors under the names, and in the layout, of its checkpoints on disk.
 
-`transformers` holds some models otherwise in memory than in files: the experts of a layer as one tensor, say. Engines of
-others read what is in files.
+Some models have a different layout in memory than on disk (for example fused MoE experts). External engines such as vLLM
+expect the on-disk layout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def checkpoint_form(shape: PretrainedConfig, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors as they would be saved, layer by layer: beside what is given there is a copy of one layer at most."""
+    """The tensors as they would be saved, layer by layer: besides the input, at most one layer is copied."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -28,7 +28,7 @@ def checkpoint_form(shape: PretrainedConfig, tensors: Iterable[tuple[str, Tensor
 
 
 def in_files(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Some of a model's tensors as its files have them; those that files have as one must be given together."""
+    """Some of a model's tensors in the on-disk layout; tensors that are one tensor on disk must be given together."""
     from transformers.core_model_loading import revert_weight_conversion
 
     found: dict[str, Tensor] = revert_weight_conversion(model, tensors)
@@ -42,13 +42,13 @@ def by_layer(names: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _layer(name: str) -> str:
-    """The part of a tensor's name that all of its layer's have."""
+    """The common prefix of the names of a layer's tensors."""
     found = re.match(r".*?\.\d+\.", name)
     return found[0] if found is not None else ""
 
 
 def with_tied(shape: PretrainedConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, and those of the model that are tied to one of them, under their own names too."""
+    """The tensors, and the model's tensors that are tied to one of them, under their own names too."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     tied = getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(shape)], "_tied_weights_keys", None) or {}

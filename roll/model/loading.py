@@ -1,7 +1,7 @@
-"""From a model that was found to its tokenizer, its shape and its weights.
+"""Loads the tokenizer, the config and the weights of a model that was found.
 
-A process that only needs the tokenizer does not import torch, half of a process's start: what does is imported where it
-is used.
+Importing torch is half of a process's start time. A process that needs only the tokenizer must not import it, so
+functions that need torch import it themselves.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def load_tokenizer(source: ModelSource, config: ModelConfig | RoleModel) -> Toke
 
 
 def _tokenizer_class(source: ModelSource) -> Any:
-    """The plain class where the model's own settings name it: the choice of all others brings torch along."""
+    """The plain class if the model's own settings name it: `AutoTokenizer` imports torch."""
     settings = Path(source.location or "") / "tokenizer_config.json"
     named = json.loads(settings.read_text()).get("tokenizer_class") if settings.is_file() else None
     if named in ("TokenizersBackend", "PreTrainedTokenizerFast"):
@@ -62,7 +62,7 @@ def _tokenizer_class(source: ModelSource) -> Any:
 
 
 def load_model_config(source: ModelSource) -> PretrainedConfig:
-    """The model's shape, without its weights."""
+    """The model's config, without its weights."""
     from transformers import AutoConfig
 
     shape = tiny_config() if source.location is None else from_pretrained(AutoConfig, source)
@@ -71,7 +71,7 @@ def load_model_config(source: ModelSource) -> PretrainedConfig:
 
 
 def load_model(source: ModelSource, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    """The model with its weights, its attention behind ROLL's plans. A fresh model's weights come from `seed`."""
+    """The model with its weights, and its attention replaced by ROLL's plans. A new model's weights come from `seed`."""
     from transformers import AutoModelForCausalLM
 
     from roll.model import attention
@@ -93,7 +93,7 @@ def load_model(source: ModelSource, dtype: torch.dtype, seed: int) -> PreTrained
 
 
 def _load_sharded(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a checkpoint that several ranks wrote, read tensor by tensor."""
+    """The model of a checkpoint written by several ranks, read tensor by tensor."""
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.initialization import no_init_weights
 
@@ -111,15 +111,15 @@ def _load_sharded(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def in_precision(model: Model, dtype: torch.dtype) -> Model:
-    """The model with its parameters in that precision, and its buffers as they are: the angles of positions are in fp32
-    in a model that is read from a folder, too."""
+    """The model with its parameters in that precision, and its buffers unchanged: rotary angles are fp32 also in a model
+    that is loaded from a folder."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
 
 
 def write_merged(adapters: Path, target: Path) -> None:
-    """Writes the model of saved adapters, with these merged, and its tokenizer to a folder."""
+    """Writes the base model of saved adapters, with the adapters merged, and its tokenizer to a folder."""
     source = find_model(str(adapters))
     model = load_model(source, lora.saved_dtype(adapters), 0)
     with quiet():
@@ -128,7 +128,7 @@ def write_merged(adapters: Path, target: Path) -> None:
 
 
 def warm_up(path: str) -> None:
-    """Imports all that loading a model takes, without its weights."""
+    """Imports everything that loading a model needs, without its weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -141,11 +141,11 @@ def warm_up(path: str) -> None:
 
 
 def context_of(source: ModelSource) -> int:
-    """Longest sequence the model was made for, in tokens."""
+    """Longest sequence the model supports, in tokens."""
     if source.location is None:
         return CONTEXT
     settings = Path(source.location) / "config.json"
-    if settings.is_file():  # read as it is: `transformers` brings torch along
+    if settings.is_file():  # read directly: `transformers` would import torch
         text = settings.read_text()
         found = json.loads(text).get("max_position_embeddings")
         if found is not None and "long_factor" not in text:
@@ -154,7 +154,7 @@ def context_of(source: ModelSource) -> int:
 
 
 def stop_ids_of(tokenizer: Tokenizer, source: ModelSource) -> tuple[int, ...]:
-    """The tokens that end a response: the tokenizer's and those the model's own settings name."""
+    """The tokens that end a response: the tokenizer's and those that the model's own settings name."""
     ids = {tokenizer.eos_token_id}
     for named in _named_ends(source):
         ids.update(named if isinstance(named, list) else [named])
@@ -162,7 +162,7 @@ def stop_ids_of(tokenizer: Tokenizer, source: ModelSource) -> tuple[int, ...]:
 
 
 def _named_ends(source: ModelSource) -> list[Any]:
-    """`eos_token_id` of the model's settings and of those for generation: many models name their end-of-turn tokens only
+    """`eos_token_id` of the model's config and of its generation config: many models name their end-of-turn tokens only
     in the second, and some have no such file."""
     if source.location is None:
         return []
@@ -198,7 +198,7 @@ def cpu_multiplies_bf16() -> bool:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the progress bars of `transformers`, which draw over a run's own display."""
+    """Disables the progress bars of `transformers`, which would overwrite a run's own display."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -209,14 +209,14 @@ def quiet() -> Iterator[None]:
 
 
 def from_pretrained(loader: Any, source: ModelSource, **options: object) -> Any:
-    """What a class of `transformers` loads; `UserError` where it cannot."""
+    """Loads with a class of `transformers`. Raises a `UserError` if that fails."""
     with readable(source), quiet():
         return loader.from_pretrained(source.location, **options)
 
 
 @contextmanager
 def readable(source: ModelSource) -> Iterator[None]:
-    """`UserError` where the model's files cannot be read in the block."""
+    """Turns errors while reading the model's files in the block into a `UserError`."""
     try:
         yield
     except (OSError, ValueError, SafetensorError, RunError) as error:
@@ -225,7 +225,7 @@ def readable(source: ModelSource) -> Iterator[None]:
 
 
 def _check_supported(source: ModelSource, shape: PretrainedConfig) -> None:
-    """Refuses what the attention plans do not compute, instead of computing it wrongly."""
+    """Raises for a model that the attention plans do not support, instead of computing it wrongly."""
     if set(getattr(shape, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
         raise UserError(f"model: {source.name!r} has layers without full attention, which ROLL does not train yet")
     for setting in ("attn_logit_softcapping", "logit_scale", "logits_scaling", "sliding_window"):

@@ -1,8 +1,8 @@
-"""Low-rank adapters beside a model's linear layers, through `peft`: y = W x + scale · B (A x), and only A and B learn.
+"""LoRA adapters on a model's linear layers, through `peft`: y = W x + scale · B (A x), where only A and B are trained.
 
-The layers are replaced in place, so the model keeps its class, its parts and the names of its other parameters. Adapters
-are made in the model's own precision, like all parameters; the optimizer keeps fp32 masters of them. B is zero at first:
-a model with fresh adapters is the model without them.
+The layers are replaced in place, so the model keeps its class, its modules and the names of its other parameters.
+Adapters are created in the model's own precision, like all parameters; the optimizer keeps fp32 master weights of them. B
+starts at zero: a model with new adapters equals the model without them.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ BASE_FILE = "roll_base.json"
 BLOCK_ELEMENTS = 1 << 22
 """Elements of a merged matrix that are computed at once."""
 _PREFIX = "base_model.model."
-"""What `peft` puts before every name that it saves."""
+"""The prefix that `peft` adds to every name it saves."""
 _WRAPPED = ".base_layer."
-"""What `peft` puts before the name of a parameter whose layer has an adapter."""
+"""What `peft` inserts into the name of a parameter whose layer has an adapter."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class BaseModelRef:
-    """The model that adapters belong to: what to write as `model` for it, and the seed if it is made from scratch."""
+    """The model that adapters belong to: the value of `model` for it, and the seed if it is made from scratch."""
 
     path: str
     seed: int | None = None
 
     @classmethod
     def of(cls, folder: Path) -> BaseModelRef:
-        """The base of adapters that were saved, by ROLL or by `peft` alone."""
+        """The base of saved adapters, whether ROLL or `peft` alone saved them."""
         if (folder / BASE_FILE).is_file():
             return cls(**json.loads((folder / BASE_FILE).read_text()))
         path = json.loads((folder / CONFIG_FILE).read_text()).get("base_model_name_or_path")
@@ -56,15 +56,15 @@ class BaseModelRef:
         return cls(path)
 
     def is_now(self, other: BaseModelRef) -> bool:
-        """Whether the other is the same: a model that was moved is, another checkpoint of the same run is not."""
+        """Whether both are the same model: a model that was moved is, another checkpoint of the same run is not."""
         return Path(self.path).parts[-3:] == Path(other.path).parts[-3:] and self.seed == other.seed
 
 
 class Adapters:
-    """The adapters of one model, which are all of it that learns."""
+    """The adapters of one model, which are its only trained parameters."""
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, base: BaseModelRef, seed: int) -> None:
-        """Puts fresh adapters into the model; their values come from the seed."""
+        """Adds new adapters to the model; their values come from the seed."""
         import torch
 
         self._model, self._base, self._seed, self._dropout = model, base, seed, config.dropout
@@ -74,7 +74,7 @@ class Adapters:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Meanwhile the model is its base."""
+        """Disables the adapters in the block, so that the model is its base."""
         layers = list(adapted_layers(self._model).values())
         try:
             for layer in layers:
@@ -86,8 +86,8 @@ class Adapters:
 
     @contextmanager
     def dropping(self, step: int, device: torch.device, rank: int = 0) -> Iterator[None]:
-        """Meanwhile adapters drop inputs, if they are to, by noise that comes from the seed, the step and the rank alone.
-        Each rank of a sharded trainer has samples of its own, and drops by noise of its own; `device` is where it
+        """Enables dropout in the block, if configured, with random numbers that depend only on the seed, the step and the
+        rank. Each rank of a sharded trainer has its own samples and its own random numbers; `device` is where it
         computes."""
         if not self._dropout:
             yield
@@ -108,8 +108,8 @@ class Adapters:
             layer.lora_dropout.train(on)
 
     def save(self, folder: Path, values: Mapping[str, Tensor] | None = None) -> None:
-        """Writes the adapters as `peft` does, and what they belong to. The parameters' `values` are given where the model
-        has only shards of them."""
+        """Writes the adapters as `peft` does, and the reference to their base. `values` are given if the model has only
+        shards of the parameters."""
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,8 @@ class Adapters:
         (folder / BASE_FILE).write_text(json.dumps(asdict(self._base), indent=2))
 
     def load(self, folder: Path) -> None:
-        """Reads what `save` wrote, into the parameters' own storage, of which this process may have shards."""
+        """Reads adapters written by `save` into the existing storage of the parameters, of which this process may have
+        shards."""
         import torch
 
         from roll.model.shard_loading import SafeFolder, copy_from
@@ -145,7 +146,7 @@ class Adapters:
 
 
 def inject(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Freezes the model and puts adapters into the layers that the config names."""
+    """Freezes the model and adds adapters to the layers that the config names."""
     peft = _peft()
     known = f"write {'' if config.targets == (ALL,) else 'all-linear, or '}some of {', '.join(_linear_names(model))}"
     lora = peft.LoraConfig(
@@ -158,13 +159,13 @@ def inject(model: PreTrainedModel, config: LoraConfig) -> None:
     )
     model.requires_grad_(False)
     try:
-        with warnings.catch_warnings():  # of patterns that `peft` itself makes for experts, which are refused below
+        with warnings.catch_warnings():  # about patterns that `peft` itself makes for experts, which are refused below
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
             peft.inject_adapter_in_model(lora, model, ADAPTER)
     except ValueError as error:
         said = str(error).strip().splitlines()[0]
         raise UserError(f"model.lora.targets: {said} Instead {known}") from error
-    model.train(model.training)  # what is new would drop its inputs even where the model is not being trained
+    model.train(model.training)  # new modules would apply dropout even if the model is not being trained
     output = model.get_output_embeddings()
     for name, layer in adapted_layers(model).items():
         if layer is output or type(layer).__name__ != "Linear":
@@ -177,7 +178,7 @@ def inject(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """The layers with adapters, by name; none where `peft` was never used."""
+    """The layers with adapters, by name; empty if `peft` was never used."""
     if not hasattr(model, "peft_config"):
         return {}
     from peft.tuners.lora import LoraLayer
@@ -209,15 +210,16 @@ def scale_of(layer: Any) -> float:
 
 
 def block_rows(inputs: int) -> int:
-    """How many rows of scale · B A are computed at once, for a layer of so many inputs.
+    """How many rows of scale · B A are computed at once, for a layer with this many inputs.
 
-    A product's bits may depend on how many rows it has. So a row is always computed in the same block, which begins at a
-    multiple of this number of the whole matrix, however the matrix is cut over ranks and buckets."""
+    The bits of a product may depend on its number of rows. So a row is always computed in the same block, which starts at
+    a multiple of this number in the whole matrix, however the matrix is split over ranks and buckets.
+    """
     return max(1, BLOCK_ELEMENTS // inputs)
 
 
 def delta_rows(a: Tensor, b: Tensor, scale: float, start: int) -> Tensor:
-    """The block of scale · B A that begins at the row `start`, by the arithmetic of `peft`'s `get_delta_weight`."""
+    """The block of scale · B A that starts at the row `start`, with the arithmetic of `peft`'s `get_delta_weight`."""
     import torch
 
     dtype, b = b.dtype, b[start : start + block_rows(a.shape[1])]
@@ -237,12 +239,12 @@ def rows_of_delta(a: Tensor, b: Tensor, scale: float, begin: int, end: int) -> T
 
 
 def base_name(saved: str) -> str:
-    """The name of the weight that a saved matrix of an adapter belongs to, in the model without adapters."""
+    """The name of the weight that a saved adapter matrix belongs to, in the model without adapters."""
     return saved.removeprefix(_PREFIX).replace(".lora_A.", ".").replace(".lora_B.", ".")
 
 
 def without_adapters(tensors: Mapping[str, T]) -> dict[str, T]:
-    """A model's tensors but for those of its adapters, by the names that they have in the model without adapters."""
+    """A model's tensors without those of its adapters, by their names in the model without adapters."""
     return {name.replace(_WRAPPED, "."): tensor for name, tensor in tensors.items() if not is_adapter(name)}
 
 
@@ -252,7 +254,7 @@ def is_adapter(name: str) -> bool:
 
 
 def merge_saved(model: PreTrainedModel, folder: str) -> PreTrainedModel:
-    """The model with saved adapters merged into its weights, and no trace of them else."""
+    """The model with saved adapters merged into its weights, and no other trace of them."""
     merged: PreTrainedModel = (
         _peft().PeftModel.from_pretrained(model, folder, autocast_adapter_dtype=False).merge_and_unload()
     )
@@ -275,7 +277,7 @@ def _saved_name(name: str) -> str:
 
 
 def _linear_names(model: PreTrainedModel) -> list[str]:
-    """What the linear layers inside the decoder are called."""
+    """The names of the linear layers inside the decoder."""
     from torch import nn
 
     layers = model.get_decoder().named_modules()

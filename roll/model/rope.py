@@ -1,8 +1,8 @@
-"""How far a model sees, and the angles its positions have.
+"""RoPE: the longest sequence of a model, and rotary angles that do not depend on the pass.
 
 Some models (rope types `longrope` and `dynamic`) choose the angles of all positions by the longest sequence of a pass.
-Here sequences are computed beside others, in parts, and long after their keys were kept, so a position has one angle: the
-one it has in sequences of the length the model was first made for. Longer ones are not taken.
+Here sequences are computed together with others, in chunks, and long after their keys were cached, so a position has one
+angle: the one for sequences of the original length of the model. Longer sequences are refused.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 def longest_sequence(shape: PretrainedConfig) -> int:
-    """In tokens."""
+    """Longest supported sequence, in tokens."""
     limits = [rope["original_max_position_embeddings"] for rope in _ropes(shape) if rope["rope_type"] == "longrope"]
     return int(min([shape.max_position_embeddings, *limits]))
 
 
 def is_stretched(shape: PretrainedConfig) -> bool:
-    """Whether the model's positions are scaled, so that others may take it for one of longer sequences."""
+    """Whether the model's positions are scaled, so that an external engine may assume longer sequences."""
     return any(rope["rope_type"] not in ("default", "llama3") for rope in _ropes(shape))
 
 
 def _ropes(shape: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
-    """How positions become angles, once or for each type of layers."""
+    """The RoPE parameters, one set or one per type of layers."""
     rope: Mapping[str, Any] = getattr(shape, "rope_parameters", None) or {}
     for part in (rope, *rope.values()):
         if isinstance(part, Mapping) and "rope_type" in part:
@@ -34,7 +34,7 @@ def _ropes(shape: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
 
 
 def fix_angles(model: PreTrainedModel) -> None:
-    """The model's angles do not depend on what else is in a pass, from now on."""
+    """Makes the model's angles independent of the other sequences in a pass."""
     for module in model.modules():
         kind: Any = getattr(module, "rope_type", None)
         if isinstance(kind, str):

@@ -1,15 +1,14 @@
-"""The routers of a mixture of experts: which experts each row goes to, replayed and counted.
+"""The routers of a mixture of experts: which experts each packed token ("row") is routed to, replayed and counted.
 
-A router chooses some experts for a row and weighs them by its logits. An engine and a trainer that round differently may
-choose differently for the same token, and then compute with other experts. So an engine records its choices
-(`engine.routes`) and a trainer makes them again: the experts are the engine's, their weights are computed from the
-trainer's own logits, and have gradients.
+A router chooses some experts for a row and weights them by its logits. An engine and a trainer that round differently may
+choose different experts for the same token. So an engine records its choices (`engine.routes`) and a trainer replays
+them: the experts are the engine's, while their weights are computed from the trainer's own logits, with gradients.
 
-What always holds: where no choice was recorded (`FREE`), it is the router's own. How a family weighs the experts that it
-has chosen is tried out on its own choices, when it is needed for the first time; a router of which that is not known is
-refused. Outside of `within` routers are left alone.
+Invariants: where no choice was recorded (`FREE`), the router's own choice is used. How a model family computes the
+weights of its chosen experts is determined from its own choices, when it is first needed; a router for which that fails
+is refused. Outside of `within` routers are unchanged.
 
-Routers of `transformers` give (logits, weights, choices) of [rows, experts], [rows, chosen] and [rows, chosen].
+Routers of `transformers` return (logits, weights, choices) of [rows, experts], [rows, chosen] and [rows, chosen].
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from roll.config.errors import UserError
 
 FREE = -1
-"""Where a row's experts were not recorded."""
+"""Marks a row whose experts were not recorded."""
 
 Routed = tuple[Tensor, Tensor, Tensor]
 
@@ -35,30 +34,30 @@ class ExpertLoads(Protocol):
     """A loss that makes routers use their experts evenly."""
 
     def slopes(self, choices: Tensor, experts: int) -> Tensor:
-        """The loss's derivative by the share of its weight that each row gives to each expert, [rows, experts]."""
+        """The loss's derivative by each expert's share of a row's scores, [rows, experts]."""
         ...
 
 
 @dataclass
 class RouterPass:
-    """What a trainer asks of the routers in one pass over the rows of a micro-batch, and what it learns of them. A layer
-    whose activations are computed again says the same again."""
+    """Inputs and statistics of the routers in one pass over a micro-batch. A layer whose activations are recomputed
+    reports the same statistics again."""
 
     routes: Tensor | None = None
-    """[rows, layers, chosen] the experts to use; None: those that routers choose."""
+    """[rows, layers, chosen] the experts to use; None for the routers' own choices."""
     uses: Tensor | None = None
-    """[rows] how many tokens of samples each row is, 0 for padding; None: nothing is counted."""
+    """[rows] how many tokens of samples each row stands for, 0 for padding; None if nothing is counted."""
     balance: ExpertLoads | None = None
     load: dict[int, Tensor] = field(default_factory=dict)
-    """By layer, the tokens that each expert got, [experts]."""
+    """By layer: the tokens that each expert got, [experts]."""
     entropy: dict[int, Tensor] = field(default_factory=dict)
-    """By layer, of the distributions over experts, summed over tokens."""
+    """By layer: the entropy of the distributions over experts, summed over tokens."""
     balance_loss: dict[int, Tensor] = field(default_factory=dict)
     """By layer."""
 
 
 class Routers:
-    """Those of a model, in the order of its layers."""
+    """The routers of a model, in layer order."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = routers_of(model)
@@ -69,22 +68,22 @@ class Routers:
 
     @property
     def layers(self) -> int:
-        """Layers that have experts; 0 for a model that is no mixture."""
+        """Number of layers with experts; 0 for a model without experts."""
         return len(self.modules)
 
     @property
     def experts(self) -> int:
-        """Of a layer."""
+        """Experts per layer."""
         return _number(self.modules[0], "num_experts")
 
     @property
     def chosen(self) -> int:
-        """Experts of each row."""
+        """Experts chosen per row."""
         return _number(self.modules[0], "top_k")
 
     @contextmanager
     def within(self, asked: RouterPass) -> Iterator[None]:
-        """Meanwhile the model computes a pass of a trainer."""
+        """Applies the pass's routes and statistics to the routers in the block."""
         self._pass = asked
         try:
             yield
@@ -124,13 +123,13 @@ class Routers:
 
 
 def tokens_of_experts(choices: Tensor, uses: Tensor, experts: int) -> Tensor:
-    """How many tokens each expert got, of rows that are `uses` tokens each. [rows, chosen], [rows] → [experts]"""
-    found = torch.zeros(experts, device=choices.device)  # unlike `bincount`, this does not wait for a device
+    """How many tokens each expert got, if each row stands for `uses` tokens. [rows, chosen], [rows] → [experts]"""
+    found = torch.zeros(experts, device=choices.device)  # unlike `bincount`, this does not synchronise with the device
     return found.scatter_add_(0, choices.reshape(-1).long(), uses[:, None].expand_as(choices).reshape(-1))
 
 
 class _WithLoss(torch.autograd.Function):
-    """The weights as they are; a loss is added to that which is computed from them."""
+    """Returns the weights unchanged; the backward pass adds the gradient of the loss."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, loss: Tensor) -> Tensor:
@@ -144,7 +143,7 @@ class _WithLoss(torch.autograd.Function):
 
 
 def routers_of(model: nn.Module) -> list[nn.Module]:
-    """The modules that send rows to experts, in the order of layers."""
+    """The modules that route rows to experts, in layer order."""
     return [module for module in model.modules() if _routes(module)]
 
 
@@ -157,7 +156,7 @@ def _routes(module: nn.Module) -> bool:
 
 
 def says_choices(router: nn.Module, output: Any) -> bool:
-    """Whether what it gave are logits, weights and choices of the rows, in that order."""
+    """Whether the output is logits, weights and choices of the rows, in that order."""
     if not isinstance(output, tuple) or len(output) != 3 or not all(isinstance(each, Tensor) for each in output):
         return False
     logits, weights, choices = output
@@ -174,27 +173,27 @@ def _number(router: nn.Module, name: str) -> int:
 
 @dataclass(frozen=True)
 class RouterWeights:
-    """A family's way from logits to weights."""
+    """How a model family computes weights from logits."""
 
     scores: Callable[[Tensor], Tensor]
     normalised: bool
     scale: float
 
     def weights(self, logits: Tensor, choices: Tensor) -> Tensor:
-        """Of the chosen experts, [rows, chosen]."""
+        """The weights of the chosen experts, [rows, chosen]."""
         weights = self.scores(logits.float()).gather(1, choices)
         if self.normalised:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return weights * self.scale
 
     def shares(self, logits: Tensor) -> Tensor:
-        """What each expert has of a row's scores, [rows, experts]; they sum to 1."""
+        """Each expert's share of a row's scores, [rows, experts]; they sum to 1."""
         scores = self.scores(logits.float())
         return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
 
 def weighing_of(router: nn.Module, logits: Tensor, weights: Tensor, choices: Tensor) -> RouterWeights:
-    """The way that gives the router's own weights for its own choices."""
+    """Finds the formula that reproduces the router's own weights for its own choices."""
     scale = float(getattr(router, "routed_scaling_factor", 1.0))
     softmax = partial(torch.softmax, dim=-1)
     ways = [

@@ -1,8 +1,7 @@
-"""Safetensors files written one tensor at a time.
+"""Writes safetensors files one tensor at a time.
 
-What always holds: beside the tensor that is being written nothing of a file is in memory. A folder that was written is
-what `save_pretrained` leaves: one `model.safetensors`, or several files with an index, each of at most the size that was
-asked for, or of what must stay together.
+Invariants: only the tensor that is being written is in memory. A finished folder is what `save_pretrained` leaves: one
+`model.safetensors`, or several files with an index, each at most of the requested size unless a single part is larger.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 _ALIGNED = 8
-"""Where the tensors of a file begin, in bytes, as the format asks."""
+"""Alignment of a file's tensors in bytes, as the format requires."""
 
 
 @dataclass(frozen=True)
 class TensorForm:
-    """What a file says of a tensor before its bytes."""
+    """What a file's header says about a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -55,7 +54,7 @@ class SafeFile:
     """A file of tensors whose forms are known. Each is written once, in any order."""
 
     def __init__(self, path: Path, forms: Mapping[str, TensorForm]) -> None:
-        # Larger elements first: so each tensor begins at a multiple of its elements' size.
+        # Larger elements first, so that each tensor starts at a multiple of its element size.
         names = sorted(forms, key=lambda name: (-forms[name].dtype.itemsize, name))
         self._forms, self._left = forms, set(forms)
         self._offsets: dict[str, int] = {}
@@ -92,7 +91,8 @@ class SafeFile:
 
 
 def cut_into_files(parts: Sequence[Mapping[str, TensorForm]], file_bytes: int) -> list[list[int]]:
-    """The numbers of the parts in each file: a part stays in one file, and a file is larger only for a larger part."""
+    """The indices of the parts in each file. A part stays in one file; a file exceeds the size only if a single part
+    does."""
     files: list[list[int]] = []
     size = 0
     for number, part in enumerate(parts):
@@ -113,7 +113,7 @@ def file_names(count: int) -> list[str]:
 
 
 def write_index(folder: Path, files: Mapping[str, Iterable[Mapping[str, TensorForm]]]) -> None:
-    """Says which tensor is in which of several files."""
+    """Writes the index: which tensor is in which file."""
     parts = [(file, part) for file, found in files.items() for part in found]
     size = sum(form.bytes for _, part in parts for form in part.values())
     where = {name: file for file, part in parts for name in part}

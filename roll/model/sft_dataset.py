@@ -1,7 +1,7 @@
-"""The corpus: all conversations of a run as two batches of token logs, one to train on and one held out.
+"""The SFT dataset: all conversations of a run as two batches of token logs, one to train on and one held out.
 
-What always holds: the loss mask is exactly what assistants say that is to be learned, with the tokens that end their
-turns; which samples make a step depends on the seed and the step alone, and every epoch has each of them once.
+Invariants: the loss mask is exactly the assistants' answers to be learned, with the tokens that end their turns; the
+samples of a step depend only on the seed and the step, and every epoch has each sample once.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class SFTDataset:
         return max(int(batch.lengths.max()) for batch in batches)
 
     def digest(self) -> str:
-        """Tells one set of training samples from another."""
+        """A hash that identifies the training samples."""
         parts = (self.train.offsets, self.train.ids, self.train.loss_mask)
         return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()[:16]
 
 
 def make_corpus(chats: ChatSet, renderer: ChatRenderer, config: DataConfig, context: int) -> SFTDataset:
-    """All conversations in tokens; `context` is the most of them that the model takes."""
+    """Tokenises all conversations; `context` is the longest sequence that the model takes."""
     limit = min(config.max_tokens or context, context)
     train, left_out = _batch(chats.train, renderer, config, limit)
     held_out, _ = _batch(chats.held_out, renderer, config, limit)
@@ -66,7 +66,7 @@ def make_corpus(chats: ChatSet, renderer: ChatRenderer, config: DataConfig, cont
 def _batch(
     chats: Sequence[Chat], renderer: ChatRenderer, config: DataConfig, limit: int
 ) -> tuple[Batch | None, list[SkippedExample]]:
-    """The samples of some chats, None if there are none, and the chats without."""
+    """The samples of some chats (None if there are none), and the chats that were skipped."""
     samples: list[Sample] = []
     left_out: list[SkippedExample] = []
     for chat in chats:
@@ -104,12 +104,12 @@ def _logs(chat: Chat, renderer: ChatRenderer) -> list[TokenLog]:
 
 
 def _last_answer(log: TokenLog) -> TokenLog:
-    """The log in which only the last response is one."""
+    """The log with only the last response as a response."""
     return TokenLog.imitated(log.ids, log.loss_mask & (log.turn == log.turn.max()))
 
 
 def _fitting(chat: Chat, log: TokenLog, limit: int, config: DataConfig) -> TokenLog | None:
-    """The log, or what is to be trained on of one that is too long; None if that is nothing."""
+    """The log, or the part of a too long one that is trained on; None if there is nothing to train on."""
     if len(log) <= limit:
         return log
     if config.too_long == "refuse":
@@ -123,9 +123,9 @@ def _fitting(chat: Chat, log: TokenLog, limit: int, config: DataConfig) -> Token
 
 @dataclass(frozen=True)
 class EpochPermutation:
-    """Which samples make which step: epoch after epoch, each shuffled anew.
+    """Which samples make which step: epoch after epoch, each with a new permutation.
 
-    Example: 5 samples, 2 a step, 2 epochs: 5 steps, the third with the last sample of the first epoch and the first of
+    Example: 5 samples, 2 per step, 2 epochs: 5 steps, the third with the last sample of the first epoch and the first of
     the second.
     """
 
@@ -137,7 +137,7 @@ class EpochPermutation:
 
     @classmethod
     def of(cls, samples: int, config: DataConfig, steps: int, seed: int) -> EpochPermutation:
-        """`data.epochs` says how many samples in all, or else `steps` does."""
+        """The total number of samples comes from `data.epochs`, or else from `steps`."""
         each = config.samples_per_step
         total = max(round(config.epochs * samples), 1) if config.epochs else steps * each
         return cls(samples, each, total, seed)

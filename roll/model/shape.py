@@ -1,4 +1,4 @@
-"""The shape of a model: what of it its memory depends on."""
+"""The shape of a model: the sizes that its memory depends on."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from roll.model.routing import routers_of
 class ModelShape:
     parameters: int
     output: int
-    """Parameters of the output layer; a reward model has none."""
+    """Parameters of the output layer; 0 for a reward model."""
     layers: int
     hidden: int
     inner: int
-    """The size of an MLP's inner vector; with experts, of all that a token goes through."""
+    """Inner size of the MLP; with experts, the sum over all experts that a token uses."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -34,24 +34,24 @@ class ModelShape:
     normed_heads: bool = False
     """Whether queries and keys are normalised (Qwen3)."""
     adapters: int = 0
-    """Parameters of adapters, which are then all that learns."""
+    """Parameters of adapters, which are then the only trained ones."""
     divides_heads: bool = True
-    """Whether `transformers` divides the heads of attention over ranks."""
+    """Whether `transformers` divides the attention heads over ranks."""
     experts: int = 0
-    """Of a layer; 0 for a model that is no mixture."""
+    """Experts per layer; 0 for a model without experts."""
     chosen: int = 0
-    """Experts that a token is sent to, in all layers together."""
+    """Experts that a token is routed to, in all layers together."""
     routed: int = 0
-    """With experts, the size of a row's copies for all experts that it goes to."""
+    """With experts, the size of a packed token's copies for all its experts."""
     routed_tensors: int = 4
-    """Tensors of that size in a layer with experts, at most: the rows sorted by expert, what experts make of them,
-    weighted, and in the order of the rows again."""
+    """Largest number of tensors of that size in a layer with experts: tokens sorted by expert, the experts' outputs,
+    weighted, and in the original order again."""
     swaps_heads: bool = False
-    """Whether ranks exchange rows for heads around attention, and its outputs once more as rows."""
+    """Whether ranks exchange tokens for heads around attention, and its outputs back."""
 
     @classmethod
     def of(cls, config: PretrainedConfig, adapters: LoraConfig | None = None) -> ModelShape:
-        """Counted on a model without storage."""
+        """Counted on a model on the meta device."""
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
             if adapters is not None:
@@ -60,7 +60,7 @@ class ModelShape:
 
     @classmethod
     def of_classifier(cls, config: PretrainedConfig) -> ModelShape:
-        """Of a reward model."""
+        """The shape of a reward model."""
         with torch.device("meta"):
             return cls.of_model(AutoModelForSequenceClassification.from_config(config))
 
@@ -90,12 +90,12 @@ class ModelShape:
 
     @property
     def trained(self) -> int:
-        """Parameters that learn."""
+        """Trained parameters."""
         return self.adapters or self.parameters
 
     @property
     def trained_output(self) -> int:
-        """Those of the output layer."""
+        """Trained parameters of the output layer."""
         return 0 if self.adapters else self.output
 
     @property
@@ -109,7 +109,7 @@ class ModelShape:
 
 
 def head_dim_of(config: PretrainedConfig) -> int:
-    """The size of a head, the larger of keys and values where they differ (DeepSeek)."""
+    """The size of a head; the larger one of keys and values if they differ (DeepSeek)."""
     if getattr(config, "qk_nope_head_dim", None):
         return int(max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim))
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

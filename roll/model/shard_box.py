@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank holds, however it is cut: a box, with a range in every dimension."""
+"""Which part of a tensor a rank holds, however it is sharded: a box, with a range in every dimension."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 Box = tuple[slice, ...]
-"""A range for every dimension of the whole tensor, each with a begin and an end."""
+"""A range for every dimension of the whole tensor, each with a start and an end."""
 
 
 def local_box(tensor: Tensor) -> Box:
-    """What this process holds of a tensor; all of one that is not cut.
+    """This process's part of a tensor; all of it if the tensor is not sharded.
 
-    A dimension may be cut twice, over two dimensions of the mesh: into the parts of a layer (`tensor`) first, and each of
-    them into shards by FSDP, which says so by another kind of placement.
+    A dimension may be divided twice, over two dimensions of the mesh: first by tensor parallelism (`tensor`), then each
+    part into shards by FSDP, which uses another kind of placement.
     """
     box = [slice(0, size) for size in tensor.shape]
     if isinstance(tensor, DTensor):
@@ -26,7 +26,7 @@ def local_box(tensor: Tensor) -> Box:
 
 
 def _part(whole: slice, ranks: int, rank: int) -> slice:
-    """A rank's part: the first have as much as there is, the last what is left."""
+    """A rank's part: all ranks get the same size, rounded up, except the last ones, which get the rest."""
     each = -(-(whole.stop - whole.start) // ranks)
     begin = min(whole.start + rank * each, whole.stop)
     return slice(begin, min(begin + each, whole.stop))

@@ -1,8 +1,8 @@
-"""A model that the ranks of a sharded trainer saved, written as files that `transformers` loads.
+"""Exports a model saved by the ranks of a sharded trainer as files that `transformers` loads.
 
-What always holds: one tensor is in memory at a time, read from shards, in the served precision, and in the pieces that
-files have of it; where the model's files have one tensor of several in memory, those of a layer. What is written is what
-`save_pretrained` would write of the whole model.
+Invariants: one tensor is in memory at a time, read from shards, in the served precision and the on-disk layout; if
+several tensors in memory are one tensor on disk, those of one layer. The files are what `save_pretrained` would write of
+the whole model.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from roll.model.safetensors_writer import SafeFile, TensorForm, cut_into_files, 
 from roll.model.shard_folder import ShardedWeights
 
 FILE_BYTES = 5 * 10**9
-"""Of one file: several can be copied at the same time, and each is read by itself."""
+"""Largest size of one file: several files can be copied at the same time, and each can be read by itself."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Tensors that are read together, by their names in memory, and what files have of them."""
+    """Tensors that are read together, by their names in memory, and the corresponding tensors on disk."""
 
     names: tuple[str, ...]
     files: dict[str, TensorForm]
 
 
 def export_shards(folder: Path, shards: Path, target: Path, file_bytes: int = FILE_BYTES) -> None:
-    """Writes the model of a checkpoint's folder, whose weights are in shards, with its settings and tokenizer."""
+    """Writes the model of a checkpoint's folder, whose weights are in shards, with its config and tokenizer."""
     shutil.copytree(folder, target, dirs_exist_ok=True)
     weights = ShardedWeights(folder, shards)
     with torch.device("meta"):
@@ -51,7 +51,7 @@ def export_shards(folder: Path, shards: Path, target: Path, file_bytes: int = FI
 
 
 def _parts(model: PreTrainedModel, weights: ShardedWeights) -> Iterator[_Part]:
-    """What is read together: a tensor, or a layer where files have a tensor that is made of several."""
+    """The tensors to read together: a single one, or a layer if a tensor on disk is made of several."""
     for layer in by_layer(weights):
         forms = {name: torch.empty(weights.shape(name), dtype=weights.dtype(name), device="meta") for name in layer}
         each = [_Part((name,), _forms(in_files(model, {name: tensor}))) for name, tensor in forms.items()]

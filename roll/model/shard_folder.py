@@ -1,9 +1,9 @@
-"""The tensors of a checkpoint that the ranks of a sharded trainer wrote, read as they are asked for.
+"""Reads the tensors of a checkpoint written by the ranks of a sharded trainer, on demand.
 
-What always holds: beside the part that was asked for, one chunk is in memory: what one rank had of one tensor. Reading
-needs no other process: any number of ranks, also one process alone, reads what it needs of files by any number of ranks.
+Invariants: besides the requested part, one chunk is in memory: one rank's shard of one tensor. Reading needs no other
+process: any number of ranks, or a single process, reads the parts it needs of files written by any number of ranks.
 
-Names are `master/NAME`, `exp_avg/NAME` and so on for what is trained, and `model/NAME` for what is not.
+Names are `master/NAME`, `exp_avg/NAME` and so on for trained parameters, and `model/NAME` for the others.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ MASTER, FROZEN = "master/", "model/"
 
 
 class ShardFolder:
-    """The tensors of a folder that `torch.distributed.checkpoint` wrote, by name."""
+    """The tensors of a folder written by `torch.distributed.checkpoint`, by name."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._reader = FileSystemReader(folder)
         try:
             metadata = self._reader.read_metadata()
-        except Exception as error:  # a pickle that is damaged fails in many ways
+        except Exception as error:  # a damaged pickle fails in many ways
             raise RunError(f"{folder / SHARDS_INDEX} cannot be read: {_first_line(error)}") from error
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         found = metadata.state_dict_metadata
@@ -71,18 +71,18 @@ class ShardFolder:
         for item in items:
             try:
                 self._reader.read_data(LoadPlan([item]), _Into(target))  # its future is done already
-            except Exception as error:  # what is damaged is a zip file or a pickle in it, and fails in many ways
+            except Exception as error:  # a damaged zip file, or a pickle in it, fails in many ways
                 raise RunError(f"{name} cannot be read from {self._file_of(item)}: {_first_line(error)}") from error
         return target
 
     def _file_of(self, item: ReadItem) -> Path:
-        """Where a part of a tensor is, or should be."""
+        """The file that has, or should have, a part of a tensor."""
         stored = self._reader.storage_data.get(item.storage_index)
         return self._folder / (SHARDS_INDEX if stored is None else stored.relative_path)
 
 
 class _Into(DefaultLoadPlanner):
-    """Puts what is read into one tensor."""
+    """Reads into one given tensor."""
 
     def __init__(self, target: Tensor) -> None:
         super().__init__()
@@ -95,12 +95,12 @@ class _Into(DefaultLoadPlanner):
         return part
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """It was copied into the target's own storage."""
+        """Nothing to do: the data was read into the target's own storage."""
 
 
 class ShardedWeights:
-    """The weights of a model folder whose tensors are in the shards beside it: the masters in the served precision, and
-    what was not trained as it was."""
+    """The weights of a model folder whose tensors are in the shards beside it: trained ones as masters rounded to the
+    served precision, frozen ones as they are."""
 
     def __init__(self, folder: Path, shards: Path) -> None:
         self._shards = ShardFolder(shards)
@@ -118,7 +118,7 @@ class ShardedWeights:
         return self._shards.shape(self._names[name])
 
     def dtype(self, name: str) -> torch.dtype:
-        """The precision that it is read in."""
+        """The precision in which it is read."""
         found = self._names[name]
         return self._served if found.startswith(MASTER) else self._shards.dtype(found)
 
@@ -133,7 +133,7 @@ class ShardedWeights:
 
 
 def served_dtype(folder: Path) -> torch.dtype:
-    """The precision that a model folder's settings name."""
+    """The precision that a model folder's config names."""
     settings: dict[str, Any] = json.loads((folder / "config.json").read_text())
     dtype: torch.dtype = getattr(torch, settings["dtype"])
     return dtype

@@ -1,12 +1,12 @@
-"""A model's files read into a model that may be sharded: each rank reads its own slices, and no process ever holds the
-whole model beside its own part.
+"""Loads a model's files into a model that may be sharded: each rank reads its own slices, and no process ever holds the
+whole model in addition to its own part.
 
-What always holds: beside its shards a rank holds one tensor at a time, or, where the model keeps several tensors of files
-as one (the experts of a layer), those of one layer that it has a part of. Every parameter is read exactly once or the
-load fails, naming it.
+Invariants: besides its shards a rank holds one tensor at a time or, if the model fuses several tensors of the files (the
+experts of a layer), those of one layer that it has a part of. Every parameter is read exactly once, or loading fails and
+names it.
 
-How names and layouts in files become those in memory is `transformers`' own knowledge; what of it is used stands here and
-nowhere else: `get_model_conversion_mapping`, `rename_source_key`, and a converter's `add_tensor` and `convert`.
+`transformers` knows how names and layouts on disk map to those in memory. Only this module uses that:
+`get_model_conversion_mapping`, `rename_source_key`, and a converter's `add_tensor` and `convert`.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Tensors(Protocol):
 
 
 class SafeFolder:
-    """The tensors of a folder's safetensors files, by name, read as they are asked for."""
+    """The tensors of a folder's safetensors files, by name, read on demand."""
 
     def __init__(self, folder: Path, file: str = _FILE) -> None:
-        """Of a model, unless another `file` is named."""
+        """Opens the files of a model, unless another `file` is named."""
         self._folder = folder
         self._open: tuple[str, Any] | None = None
-        """The file that was read last: what of a file has been read stays in memory until it is closed."""
+        """The file that was read last. Pages that were read stay in memory until it is closed."""
         if file == _FILE and (folder / _INDEX).is_file():
             self._files: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
         elif (folder / file).is_file():
@@ -91,8 +91,8 @@ class SafeFolder:
 @torch.no_grad()
 def load_shards(model: PreTrainedModel, folder: Path, *, parameters: bool = True) -> None:
     """Reads the folder's weights into the model's parameters and persistent buffers, of which this rank has shards. They
-    are those of the model without adapters, if it has any: these stay as they are. Without `parameters` the buffers
-    alone are read."""
+    are the weights of the model without adapters; adapters are not changed. Without `parameters` only the buffers are
+    read."""
     targets = without_adapters(model.state_dict(keep_vars=True))
     if not parameters:
         targets = {name: tensor for name, tensor in targets.items() if not isinstance(tensor, nn.Parameter)}
@@ -110,7 +110,7 @@ def load_shards(model: PreTrainedModel, folder: Path, *, parameters: bool = True
 
 
 def _read_files(model: PreTrainedModel, files: SafeFolder, targets: dict[str, Tensor]) -> set[str]:
-    """Reads the tensors of files as `transformers` writes them; gives the names of those that were read."""
+    """Reads tensors from files as `transformers` writes them. Returns the names of those that were read."""
     read = set()
     for name, found in _sources(model, files, targets).items():
         if name not in targets:
@@ -129,7 +129,7 @@ def _read_files(model: PreTrainedModel, files: SafeFolder, targets: dict[str, Te
 
 
 def _read_shards(folder: Path, shards: Path, targets: dict[str, Tensor]) -> set[str]:
-    """Reads what the ranks of a sharded trainer wrote, under the names that tensors have in memory."""
+    """Reads the shards that a sharded trainer's ranks wrote, under the names that tensors have in memory."""
     weights = ShardedWeights(folder, shards)
     read = [name for name in targets if name in weights]
     for name in read:
@@ -147,12 +147,12 @@ def _check_shape(name: str, target: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def copy_from(source: Tensors, name: str, target: Tensor) -> None:
-    """Copies this rank's range of a tensor in files."""
+    """Copies this rank's part of a tensor in files."""
     _copy(target, partial(source.part, name))
 
 
 def _sources(model: PreTrainedModel, files: SafeFolder, targets: dict[str, Tensor]) -> dict[str, Any]:
-    """By the name in memory: the name in the files, or the names of several that are joined."""
+    """By the name in memory: the name in the files, or the names of several tensors that are fused."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -173,17 +173,17 @@ def _sources(model: PreTrainedModel, files: SafeFolder, targets: dict[str, Tenso
 
 @dataclass(frozen=True)
 class _Joined:
-    """A tensor that the model keeps of several in files: those of a layer's experts, say."""
+    """A tensor that the model fuses from several in files, such as those of a layer's experts."""
 
     name: str
     converter: Any
-    """Of `transformers`."""
+    """A converter of `transformers`."""
     keys: dict[str, list[str]]
     """Names in files in order, by the pattern of the converter that they match."""
 
     def read(self, model: PreTrainedModel, files: SafeFolder, target: Tensor) -> tuple[int, dict[str, Tensor]]:
-        """By their names in memory, the tensors made of those in the files, without the first rows that this rank has
-        nothing of: of experts it reads its own alone."""
+        """The fused tensors by their names in memory, starting with the first row that this rank has a part of. For
+        experts it reads only its own."""
         rows = self._rows(target)
         if rows.start is not None and rows.start == rows.stop:
             return 0, {self.name: torch.empty(0)}
@@ -197,14 +197,14 @@ class _Joined:
         return rows.start or 0, made
 
     def _rows(self, target: Tensor) -> slice:
-        """Those that this rank holds a part of, where each row of the tensor is made of one tensor of each pattern."""
+        """The rows that this rank has a part of, if each row of the tensor is made of one tensor per pattern."""
         if target.ndim < 3 or any(len(keys) != target.shape[0] for keys in self.keys.values()):
             return slice(None)
         return local_box(target)[0]
 
 
 def _narrow(whole: Tensor, first: int, box: Box) -> Tensor:
-    """A part of a tensor, of which there are the rows from number `first` on."""
+    """A part of a tensor of which only the rows from `first` on are present."""
     if not first:
         return whole[box]
     return whole[(slice(box[0].start - first, box[0].stop - first), *box[1:])]
@@ -215,7 +215,7 @@ def _converted(tensors: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _copy(target: Tensor, part: Callable[[Box], Tensor]) -> None:
-    """Copies this rank's part of a tensor, or all of it where every rank has the whole."""
+    """Copies this rank's part of a tensor, or all of it if every rank has the whole."""
     local = target.to_local() if isinstance(target, DTensor) else target
     if local.numel():
         local.copy_(part(local_box(target)))

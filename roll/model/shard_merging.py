@@ -1,4 +1,4 @@
-"""Saved adapters added to the weights of a sharded model: each rank adds to the rows that it has."""
+"""Merges saved adapters into the weights of a sharded model: each rank updates its own rows."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from roll.model.lora import CONFIG_FILE, WEIGHTS_FILE, base_name, rows_of_delta,
 from roll.model.shard_box import local_box
 
 _REFUSED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias")
-"""What adapters of other makers may have beyond A and B with one scale."""
+"""Features that adapters from other sources may have beyond A and B with one scale."""
 
 
 @torch.no_grad()
 def merge_shards(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
-    """Adds saved adapters to the model's parameters, of which this rank has shards, as `peft` merges them into a model
-    that is whole and in `dtype`."""
+    """Adds saved adapters to the model's parameters, of which this rank has shards, with the result that `peft` gives for
+    an unsharded model in `dtype`."""
     config = json.loads((folder / CONFIG_FILE).read_text())
     if unknown := [name for name in _REFUSED if config.get(name)]:
         raise UserError(

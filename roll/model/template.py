@@ -1,8 +1,8 @@
-"""What can be said of a chat template without rendering it.
+"""Analyses a chat template without rendering it.
 
-Most templates are a loop over the messages that writes each by itself. Under such a one a conversation that goes on need
-not be rendered from its beginning again: it gains what the new messages would gain after its first one alone. Whether a
-template is of this kind is read off its syntax tree, and where there is doubt the answer is no.
+Most templates are a loop over the messages that writes each one independently. With such a template, a conversation that
+continues need not be rendered from its start: it grows by the text that the new messages would add after its first
+message alone. This is decided from the template's syntax tree; in case of doubt the answer is no.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Iterable, Set
 from jinja2 import Environment, TemplateSyntaxError, nodes
 
 _GIVEN = frozenset({"bos_token", "eos_token", "pad_token", "unk_token", "tools", "raise_exception"})
-"""Names that mean the same throughout a conversation."""
+"""Names whose meaning is constant throughout a conversation."""
 _MESSAGES, _LOOP, _GENERATE = "messages", "loop", "add_generation_prompt"
 _TAKEN = frozenset({_MESSAGES, _LOOP, _GENERATE})
-"""Names that a template of this kind does not give to something else."""
+"""Names that such a template must not reassign."""
 _PLAIN = (
     *(nodes.Output, nodes.TemplateData, nodes.If, nodes.Const, nodes.List, nodes.Tuple, nodes.Dict, nodes.Pair),
     *(nodes.Keyword, nodes.Compare, nodes.Operand, nodes.BinExpr, nodes.UnaryExpr, nodes.Concat, nodes.CondExpr),
     *(nodes.Test, nodes.Filter, nodes.Call, nodes.Getitem, nodes.Getattr, nodes.Slice, nodes.Continue),
 )
-"""Parts that are as local as what they are made of."""
+"""Nodes that depend only on their children."""
 
 
 def writes_each_alone(template: str) -> bool:
-    """Whether the text of a conversation is that of a beginning, of every message and of the generation prompt, one after
-    the other, where a message's text depends only on itself, on the first one, and on whether it is the first."""
+    """Whether the text of a conversation is a beginning, followed by the text of every message and the generation prompt,
+    where a message's text depends only on itself, on the first message, and on whether it is the first."""
     try:
         tree = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]).parse(template)
     except TemplateSyntaxError:
@@ -46,14 +46,14 @@ def writes_each_alone(template: str) -> bool:
 
 
 def _asks(rest: list[nodes.Node], known: Set[str]) -> bool:
-    """Whether what follows the messages is a generation prompt where one is wanted, and nothing else."""
+    """Whether the nodes after the messages are a generation prompt, if requested, and nothing else."""
     if len(rest) != 1 or not isinstance(rest[0], nodes.If) or not _is_name(rest[0].test, _GENERATE):
         return False
     return not (rest[0].elif_ or rest[0].else_) and _after(rest[0].body, known) is not None
 
 
 def _after(body: Iterable[nodes.Node], known: Set[str]) -> Set[str] | None:
-    """The names that are known after these nodes; None if one of them depends on others."""
+    """The known names after these nodes; None if one of the nodes depends on other names."""
     for node in body:
         if isinstance(node, nodes.Assign):
             named = _names(node.target)
@@ -76,14 +76,14 @@ def _after(body: Iterable[nodes.Node], known: Set[str]) -> Set[str] | None:
 
 
 def _is_local(node: nodes.Node, known: Set[str]) -> bool:
-    """Whether a node's text or value follows from what is known."""
+    """Whether a node's text or value depends only on known names."""
     if isinstance(node, nodes.Name):
         return node.name in known
     if isinstance(node, nodes.Getitem) and _is_name(node.node, _MESSAGES):
         return isinstance(node.arg, nodes.Const) and node.arg.value == 0
     if isinstance(node, nodes.Getattr) and _is_name(node.node, _LOOP):
         return node.attr == "first" or _LOOP in known
-    if isinstance(node, nodes.For):  # over something of one message; its own loop may be asked anything
+    if isinstance(node, nodes.For):  # over a part of one message; its own loop variable may be used freely
         named = _names(node.target)
         if named is None or node.test or node.else_ or node.recursive or not _is_local(node.iter, known):
             return False
@@ -94,7 +94,7 @@ def _is_local(node: nodes.Node, known: Set[str]) -> bool:
 
 
 def _names(target: nodes.Node) -> frozenset[str] | None:
-    """What a loop or an assignment gives names to; None if it is more than a plain name or several."""
+    """The names that a loop or an assignment binds; None if the target is not a plain name or several."""
     parts = target.items if isinstance(target, nodes.Tuple) else [target]
     names = frozenset(part.name for part in parts if isinstance(part, nodes.Name)) - _TAKEN
     return names if len(names) == len(parts) else None

@@ -1,7 +1,7 @@
-"""A tokenizer of single characters and a small Llama made from scratch: what the tests and `examples/tiny.yaml` train.
+"""A character tokenizer and a small Llama made from scratch: the model of the tests and of `examples/tiny.yaml`.
 
-Every printable ASCII character and the newline is a token of its own; three special tokens frame the turns of a
-conversation. Nothing is downloaded.
+Every printable ASCII character and the newline is a token; three special tokens frame the turns of a conversation.
+Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 END, USER, ASSISTANT, UNKNOWN = "<|end|>", "<|user|>", "<|assistant|>", "<|unknown|>"
 CHARACTERS = "\n" + string.digits + string.ascii_letters + string.punctuation + " "
 CONTEXT = 1024
-"""Longest sequence the small model is made for, in tokens."""
+"""Longest sequence the small model supports, in tokens."""
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}"
@@ -66,7 +66,7 @@ def tiny_config() -> LlamaConfig:
 
 
 def tiny_model(seed: int) -> LlamaForCausalLM:
-    """Fresh weights, the same for the same seed; the caller's random state is left as it was."""
+    """New weights, the same for the same seed; the caller's random state does not change."""
     import torch
     from transformers import LlamaForCausalLM
 

@@ -1,4 +1,4 @@
-"""A number from a hidden state: the head of a critic."""
+"""The value head of a critic: one number from a hidden state."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ HEAD_FILE = "head.safetensors"
 
 
 class ValueModel(nn.Module):
-    """A decoder with a head of one output, in fp32 (of a decoder in fp64, in fp64) and zero at first, so that nothing is
-    predicted before anything was learned. Its layer that gives words is left out of training."""
+    """A decoder with a head of one output, in fp32 (for an fp64 decoder, in fp64), initialised to zero, so that all
+    values are 0 before training. The decoder's output layer is frozen unless it is tied to the embedding."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -36,12 +36,13 @@ class ValueModel(nn.Module):
         return value
 
     def save(self, folder: Path) -> None:
-        """The decoder as `transformers` writes it in `model`, the head beside it."""
+        """Writes the decoder as `transformers` does to `model`, and the head beside it."""
         self.model.save_pretrained(folder / "model", max_shard_size="1TB")
         save_file(self.head.state_dict(), folder / HEAD_FILE)
 
     def load(self, folder: Path) -> None:
-        """Reads what `save` wrote, into the parameters' own storage, of which this process may have shards."""
+        """Reads a checkpoint written by `save` into the existing storage of the parameters, of which this process may
+        have shards."""
         load_shards(self.model, folder / "model")
         saved = SafeFolder(folder, HEAD_FILE)
         with torch.no_grad():

@@ -92,7 +92,7 @@ class OrphanReaper:
     def close(self) -> None:
         """Kills all remaining processes of the engine."""
         self._process.kill()
-        # returns at once: it is killed
+        # waits: it was killed
         self._process.wait()
         end(self._mark)
 
