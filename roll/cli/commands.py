@@ -292,7 +292,9 @@ def doctor() -> None:
     from roll.cli.doctor import examine
 
     findings = examine()
-    table = Table("", "what", "found", "for", "advice")
+    table = Table("", "what")
+    for name in ("found", "for", "advice"):
+        table.add_column(name, overflow="fold")  # a path that is cut off with … helps nobody
     colors = {"✓": "green", "✗": "red", "–": "yellow"}
     for finding in findings:
         mark = Text(finding.mark, colors[finding.mark])

@@ -105,11 +105,11 @@ def _said(kind: type[NodeLost], message: str) -> NodeLost:
 class ClusterLost(RunError):
     """No worker can be reached: the head of the Ray cluster is gone, or Ray on the node of this process."""
 
-    def __init__(self, why: str) -> None:
-        super().__init__(
-            f"{why}: no worker can be reached any more. Start Ray again, and continue from the last checkpoint with "
-            f"{option('resume')}"
-        )
+    def __init__(self, why: str, own: bool = False) -> None:
+        """`own`: the run itself has started Ray, and starts it again when it is resumed."""
+        start = "" if own else "start Ray again, and "
+        todo = f"{start}continue from the last checkpoint with {option('resume')}"
+        super().__init__(f"{why}: no worker can be reached any more. {todo[0].upper()}{todo[1:]}")
 
 
 class TokensLost(RunError):

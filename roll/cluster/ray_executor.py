@@ -135,7 +135,9 @@ class RayExecutor:
 
     @property
     def failure(self) -> ClusterLost | None:
-        return None if self._watch is None or self._watch.failure is None else ClusterLost(self._watch.failure)
+        if self._watch is None or self._watch.failure is None:
+            return None
+        return ClusterLost(self._watch.failure, own=self._owner and self._config.address is None)
 
     async def lost_node(self, place: WorkerPlacement) -> str | None:
         watch = self._watch

@@ -66,6 +66,7 @@ _KNOWN_KINDS = re.compile(
     r"glpat-[A-Za-z0-9_-]{16,}|xox[abeoprs]-[A-Za-z0-9-]{10,}|(?:AKIA|ASIA)[0-9A-Z]{16}|AIza[0-9A-Za-z_-]{30,}|"
     r"eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,})"
 )
+_HEADER_LINE = re.compile(r"(?m)^(\s*)([A-Za-z0-9_-]+)(\s*:\s*)(\S.*)$")
 _ONLY_REFERENCE = re.compile(r"(?i)(?:(?:bearer|basic|token|apikey|digest)\s+|[^:${}]*:|\$\{\w+\}:)?\$\{\w+\}")
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
@@ -167,7 +168,14 @@ def _mapped(value: Any, name: str, change: Callable[[str], str]) -> Any:
         if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**_SHORTEST:
             return change(str(value))
         return value
+    if isinstance(value, str) and name.lower() in _HEADERS:
+        value = _HEADER_LINE.sub(lambda found: _header(found, change), value)
     return _in_text(value, change) if isinstance(value, str) else value
+
+
+def _header(line: re.Match[str], change: Callable[[str], str]) -> str:
+    """A header that is written as one text, `X-Api-Key: …`, as `curl` takes it."""
+    return f"{line[1]}{line[2]}{line[3]}{change(line[4])}" if is_secret_name(f"header-{line[2]}") else line[0]
 
 
 def _in_text(text: str, change: Callable[[str], str]) -> str:

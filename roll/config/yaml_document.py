@@ -195,7 +195,7 @@ def _scalar(node: yaml.ScalarNode) -> Any:
                 digits = text.replace("_", "").lower()
                 number = float(digits.replace(".inf", "inf").replace(".nan", "nan"))
                 if math.isinf(number) and "inf" not in digits:
-                    raise _error_at(node, f"{text[:40]!r} is larger than any number: write .inf if none is meant")
+                    raise _error_at(node, f"{text[:40]!r} is beyond what a number can hold, 1.8e308")
                 return number
     except (KeyError, ValueError):
         raise _error_at(node, f"{text[:40]!r} cannot be read as {tag}") from None

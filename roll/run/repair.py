@@ -158,7 +158,7 @@ class _Repairing:
         taken = [lost(bad, kept)] if bad else []
         taken += [f"a half-written end of {len(found.torn)} bytes"] if found.torn else []
         said = [", ".join(taken) + " taken out"] if taken else []
-        said += [f"{found.missing} lines that the run wrote are not there any more"] if found.missing else []
+        said += [f"{_missing(found.missing)} not there any more"] if found.missing else []
         said += ["checksums of it are damaged and made again"] if found.sums_damaged else []
         if not said:
             return
@@ -284,6 +284,10 @@ def _ledger_words(mended: RepairedLog) -> str:
     if mended.cut_bytes:
         said.append(f"the last {mended.cut_bytes} bytes are cut off")
     return "; ".join(said)
+
+
+def _missing(lines: int) -> str:
+    return f"{lines} lines that the run wrote are" if lines > 1 else "1 line that the run wrote is"
 
 
 def _count_of(bad: list[bytes], kept: list[bytes]) -> str:

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import roll
 from roll.cli import main
-from roll.cli.doctor import OPTIONAL, examine
+from roll.cli.doctor import OPTIONAL, CheckResult, examine
 from roll.devices.inventory import this_machine
 from roll.model.tiny import character_tokenizer, tiny_model
 from roll.run import Checkpoints, RunFolder
@@ -273,6 +273,14 @@ def test_doctor_finds_everything_or_says_what_to_do(capfd: pytest.CaptureFixture
     shown = capfd.readouterr().out
     assert all(part in shown for part in ("python", "torch", "transformers", "model cache"))
     assert status == int("✗" in shown)
+
+
+def test_doctor_shows_long_paths_whole(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    path = "/" + "/".join(f"folder{n}" for n in range(30))
+    monkeypatch.setattr("roll.cli.doctor.examine", lambda: [CheckResult("model cache", path)])
+    assert main(["doctor"]) == 0
+    cells = [line.split("│")[3].strip() for line in capfd.readouterr().out.splitlines() if line.startswith("│")]
+    assert "".join(cells) == path
 
 
 def test_doctor_says_what_optional_packages_are_for(

@@ -749,6 +749,12 @@ def test_a_node_that_ray_calls_lost_after_its_worker_died_ends_a_role_that_is_no
     watching(use, restart=False)
 
 
+def test_a_lost_cluster_says_who_starts_ray_again() -> None:
+    theirs, own = str(ClusterLost("it is gone")), str(ClusterLost("it is gone", own=True))
+    assert ". Start Ray again, and continue from the last checkpoint with " in theirs
+    assert ". Continue from the last checkpoint with " in own
+
+
 def test_a_lost_cluster_ends_it_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     async def use(watched: Watched) -> None:
         lost = ClusterLost("the head of Ray's cluster has not answered for 8 s")

@@ -99,6 +99,8 @@ def test_names_of_other_things(name: str) -> None:
         {"url": f"https://host/x?n=1&api_key={PASSWORD}"},
         {"url": f"https://host/x?key={PASSWORD}#top"},
         {"text": f"ask https://a:{PASSWORD}@host/ nicely"},
+        {"headers": f"Content-Type: json\nX-Api-Key: {VALUE}"},
+        {"headers": ["Content-Type: json", f"Authorization: {PASSWORD}"]},
         {"args": ["-H", f"X-Thing: Bearer {VALUE}"]},
         {"pin": "sk-abcdefghijklmnop1234"},
         {"password": 12345678},
@@ -127,6 +129,7 @@ def test_other_settings_are_saved_as_they_are() -> None:
         "max_tokens": 5,
         "prompt": "basic token limits",
     }
+    options |= {"header": "Note: 10 columns", "more": {"headers": ["question: long", "answer"]}}
     options |= {"token_env": "MY_TOKEN", "stop_token": "<eos>", "api_key": "", "text": "the token a1 of", "when": "a@b.c"}
     assert redacted(options) == options
 

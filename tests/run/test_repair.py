@@ -256,6 +256,14 @@ def break_line(name: str, number: int) -> Callable[[Path], None]:
     return break_it
 
 
+def drop_line(name: str, number: int) -> Callable[[Path], None]:
+    def drop(run: Path) -> None:
+        lines = (run / name).read_bytes().splitlines(keepends=True)
+        (run / name).write_bytes(b"".join(lines[:number] + lines[number + 1 :]))
+
+    return drop
+
+
 def flip_model(run: Path) -> None:
     path = run / "checkpoints" / "step-000004" / "model.bin"
     path.write_bytes(flipped(path.read_bytes(), 3, 0))
@@ -277,6 +285,11 @@ BREAKAGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     ),
     "format": (lambda run: (run / "format.json").write_text("[]"), "format.json: damaged", "step 4"),
     "samples": (break_line("samples/step-000003.jsonl", 2), "samples/step-000003.jsonl: 1 of 3 lines", "step 4"),
+    "samples lack a line": (
+        drop_line("samples/step-000003.jsonl", 1),
+        "samples/step-000003.jsonl: 1 line that the run wrote is not there any more",
+        "step 4",
+    ),
     "summary": (lambda run: (run / "summary.json").write_text("{"), "summary.json: damaged", "step 4"),
     "summary nesting": (
         lambda run: (run / "summary.json").write_text("[" * 100_000),
