@@ -1,5 +1,5 @@
-"""A process of its own for code that may hang, die or take all memory: environments and graders run in such.
+"""Child processes for code that may hang, crash or use up memory, such as environments and graders.
 
-`process` is the parent's side, `inside` the child's, `frames` what goes between them. The child imports little, because
-every replacement of a killed process pays for it. `together` starts several, or runs anything else side by side.
+`managed_process` is the parent's side, `child_main` the child's, `framing` the messages between them. The child imports
+little, because every replacement of a killed process repeats the imports. `structured_gather` runs coroutines together.
 """

@@ -1,13 +1,13 @@
-"""A log that several processes write to and that never takes more than its limit.
+"""A log that several processes write to and whose size never exceeds its limit.
 
-While all of it fits there is one file. Then there are three, each at most a third of the limit:
+While everything fits there is one file. Then there are three, each at most a third of the limit:
 
-    graders.log.first    how it began, kept for good
-    graders.log.before   what came right before graders.log
-    graders.log          the newest; its first line says how many bytes are dropped between the first and the others
+    graders.log.first    the beginning, never deleted
+    graders.log.before   the part directly before graders.log
+    graders.log          the newest part; its first line says how many bytes were dropped after the first part
 
-What always holds: bytes are kept in the order in which they were written, whether or not there are ends of lines among
-them; a process that cannot write (a full disk) goes on without its log, and the log says later what it lacks.
+Invariants: bytes are kept in the order in which they were written, with or without line breaks; a process that cannot
+write (a full disk) continues without its log, and the log later says how many bytes are missing.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _HEADER = re.compile(rb"\[roll: (\d+) bytes of this log were dropped")
 
 
 class BoundedLog:
-    """A log, for one of its writers."""
+    """One writer of a log."""
 
     def __init__(self, path: Path, limit_bytes: int = LIMIT_BYTES) -> None:
         self._path = path
         self._part_bytes = max(limit_bytes, SMALLEST_BYTES) // 3
         self._unwritten = 0
-        """Bytes that could not be written since the last that could."""
+        """Bytes that could not be written since the last successful write."""
 
     def write(self, data: bytes) -> None:
-        """Adds bytes. Never raises for want of room."""
+        """Appends bytes. Never raises because the disk is full."""
         most = min(CHUNK_BYTES, self._part_bytes // 2)
         for begin in range(0, len(data), most):
             chunk = data[begin : begin + most]
@@ -77,7 +77,7 @@ class BoundedLog:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """One writer at a time, where the file system has locks."""
+        """Holds the lock of the log's folder, if the file system supports locks."""
         folder = os.open(self._path.parent, os.O_RDONLY)
         try:
             with contextlib.suppress(OSError):
@@ -88,7 +88,7 @@ class BoundedLog:
 
 
 def is_bounded(path: Path) -> bool:
-    """Whether a log can be: a device, such as /dev/null, takes what it is given."""
+    """Whether the size of a log can be bounded: not if it is a device such as /dev/null."""
     try:
         return stat.S_ISREG(path.stat().st_mode)
     except FileNotFoundError:
@@ -96,7 +96,7 @@ def is_bounded(path: Path) -> bool:
 
 
 def wide_pipe() -> tuple[int, int]:
-    """A pipe that holds more than usual, where the system lets it: its writers wait less."""
+    """A pipe with a larger buffer than the default, if the system allows it, so that its writers block less."""
     reading, writing = os.pipe()
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
@@ -105,9 +105,9 @@ def wide_pipe() -> tuple[int, int]:
 
 
 def start_writer(path: Path, limit_bytes: int) -> int:
-    """A process that writes to the log what comes through the pipe whose end this returns; it ends when nobody holds that
-    end any more."""
-    import subprocess  # keepers do without it, and start the faster
+    """Starts a process that copies a pipe to the log, and returns the write end of the pipe. The process ends when all
+    copies of the write end are closed."""
+    import subprocess  # not at the top: keepers do not need it and start faster without it
 
     reading, writing = wide_pipe()
     try:
@@ -125,7 +125,7 @@ def start_writer(path: Path, limit_bytes: int) -> int:
 
 
 def main() -> None:
-    """Writes what comes in, as nobody's child: whoever started it may end before its last words are written."""
+    """Copies stdin to the log, detached from its parent, which may end before its last output is written."""
     if os.fork():
         os._exit(0)
     log = BoundedLog(Path(sys.argv[1]), int(sys.argv[2]))

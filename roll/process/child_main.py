@@ -1,6 +1,6 @@
-"""The child's side: it speaks over a socket of its own, so that users' code may print and read as it likes.
+"""The child's side: it talks to the parent over a separate socket, so that user code may use stdin and stdout freely.
 
-What is printed goes to the log; the standard input is empty. The process ends with its parent, however that ends.
+Output goes to the log; stdin is empty. The process ends with its parent, however the parent ends.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _told: set[str] = set()
 
 
 def command(module: str) -> str:
-    """What runs a module's `main` in a child: `python -P -c COMMAND socket_fd parent_pid *sys.path`.
+    """The command that runs a module's `main` in a child: `python -P -c COMMAND socket_fd parent_pid *sys.path`.
 
-    The process imports what the parent's would, and only that (`-m` would put the current folder first, where a user's
-    `random.py` would hide the standard one).
+    The child has exactly the parent's import path (`-m` would put the current folder first, where a user's `random.py`
+    would hide the standard module).
     """
     return f"import sys; sys.path[:] = sys.argv[3:]; from {module} import main; main()"
 
 
 def connect(*, killed_first: bool = True) -> socket.socket:
-    """The connection to the parent, whose socket and process id are on the command line. `killed_first`: when memory runs
-    out, the system ends this process before others."""
+    """Connects to the parent, whose socket and process id are on the command line. `killed_first`: when memory runs out,
+    the kernel kills this process before others."""
     _die_with(int(sys.argv[2]))
     if killed_first:
         _be_killed_first_when_memory_runs_out()
@@ -48,7 +48,7 @@ def connect(*, killed_first: bool = True) -> socket.socket:
 
 
 def reason(error: BaseException) -> str:
-    """One line: the error, and where it was raised; what it came of before it, if it came of another."""
+    """One line: the error and where it was raised, preceded by its root cause if it has one."""
     first = _first_cause(error)
     return _line(error) if first is error else f"{_line(first)}, then {_line(error)}"
 
@@ -82,19 +82,19 @@ def detail(error: BaseException) -> str:
 
 
 def tell(failure: str) -> None:
-    """Writes a failure's detail to this process's log, each once, and the first of them only."""
+    """Writes a failure's detail to this process's log: each distinct one once, and only the first `_MOST_TOLD`."""
     if failure and failure not in _told and len(_told) < _MOST_TOLD:
         _told.add(failure)
         print(failure.rstrip(), file=sys.stderr, flush=True)
 
 
 def _die_with(parent_pid: int) -> None:
-    """End this process when its parent ends, whatever users' code is doing."""
+    """Makes this process end when its parent ends, whatever user code is doing."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     else:
         threading.Thread(target=_watch, args=(parent_pid,), daemon=True).start()
-    if os.getppid() != parent_pid:  # it ended before the line above
+    if os.getppid() != parent_pid:  # the parent ended before the call above
         os._exit(0)
 
 
@@ -105,6 +105,6 @@ def _watch(parent_pid: int) -> None:
 
 
 def _be_killed_first_when_memory_runs_out() -> None:
-    """Rather this process than the trainer: what it did can be done again."""
+    """Makes the kernel's OOM killer prefer this process over the trainer: its work can be repeated."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")

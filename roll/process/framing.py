@@ -1,7 +1,7 @@
-"""What goes between a parent and its child: payloads, each after its length.
+"""Framing of messages between a parent and its child: each payload is preceded by its length.
 
-A child runs users' code, and that may act on what a model said: what comes from it is read as data (`Reader`), of the
-types that the parent names and no others, and no payload is longer than the parent says.
+A child runs user code, which may act on model output, so the parent treats its messages as untrusted data: `Reader`
+unpickles only the types that the parent lists, and the parent limits the length of a payload.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ HEADER = struct.Struct("!Q")
 
 
 def frame(payload: bytes) -> bytes:
-    """A payload, ready to be written."""
+    """A payload with its length header."""
     return HEADER.pack(len(payload)) + payload
 
 
 def read_payload(stream: BinaryIO) -> bytes | None:
-    """The next payload, waited for as long as it takes, or None when the other side has gone."""
+    """Blocks until the next payload has arrived; None when the other side has closed the connection."""
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         return None
@@ -31,8 +31,8 @@ def read_payload(stream: BinaryIO) -> bytes | None:
 
 
 class Reader:
-    """Reads pickled payloads of Python's plain types and of `kinds`. A payload that names another class or function, such
-    as one that would run a command, is refused with an `UnpicklingError` before anything of it is called."""
+    """Unpickles payloads of Python's plain types and of `kinds`. A payload that names another class or function, such as
+    one that would run a command, raises `UnpicklingError` before anything of it is called."""
 
     def __init__(self, kinds: Iterable[type]) -> None:
         self._kinds = {(kind.__module__, kind.__qualname__): kind for kind in kinds}

@@ -1,17 +1,17 @@
-"""The garbage collector of a process that will work for a long time."""
+"""Garbage collector settings for long-running processes."""
 
 from __future__ import annotations
 
 import gc
 
 _YOUNG = 20_000
-"""Objects made between two looks at the young ones. A step of RL makes a hundred thousand that live as long as their
-samples: looked at every 700, as is usual, most would be looked at several times before they die."""
+"""Allocations between two collections of the youngest generation. A step of RL allocates a hundred thousand objects that
+live as long as their samples: with Python's default of 700, most would be traversed several times before they die."""
 
 
 def spare_collector() -> None:
-    """What exists now is here to stay: the collector looks only at what comes after. Libraries alone make a million
-    objects, and looking through them takes a fifth of a second every few steps."""
+    """Freezes all existing objects, so that the collector only traverses later ones. Libraries alone allocate a million
+    objects, and traversing them takes a fifth of a second every few steps."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG)

@@ -1,4 +1,4 @@
-"""The parent's side of a child."""
+"""The parent's side of a child process."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ _REAP_S = 5.0
 
 
 def _private(path: str, flags: int) -> int:
-    """A log that is new is its owner's; where the run's folder is readable by others, its writer makes it so too."""
+    """Creates a log readable by its owner only; its writer opens it to others if the run's folder is readable by them."""
     return os.open(path, flags, 0o600)
 
 
 class ManagedProcess:
-    """A process and the connection to it.
+    """A child process and the connection to it.
 
-    It leads a process group and has a keeper (`roll.process.subreaper`): when it is killed or ends by itself, all that
-    users' code started ends with it, daemons included, and so it does when this process ends.
+    It leads a process group and has a keeper (`roll.process.subreaper`): when the child is killed or ends by itself, or
+    this process ends, all processes that user code started are killed, daemons included.
     """
 
     def __init__(
         self, keeper: asyncio.subprocess.Process, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         self.pid = pid
-        """The process's id, also its group's."""
+        """Process id of the child, also the id of its process group."""
         self.reader = reader
         self.writer = writer
         # waits: for as long as the process lives
         self.exit = asyncio.create_task(keeper.wait())
-        """Ends with the process and all it started."""
+        """Done once the child and all processes it started have ended."""
         self.killed = False
 
     @classmethod
@@ -53,8 +53,8 @@ class ManagedProcess:
         environment: Mapping[str, str] | None = None,
         log_bytes: int = LIMIT_BYTES,
     ) -> ManagedProcess:
-        """Runs a command of `inside.command`. What it prints goes to the file `log`, which takes at most `log_bytes`, or
-        to standard error."""
+        """Runs a command of `child_main.command`. Its output goes to the file `log`, of at most `log_bytes`, or to
+        stderr."""
         ours, theirs = socket.socketpair()
         with contextlib.ExitStack() as closing:
             closing.callback(theirs.close)
@@ -77,7 +77,7 @@ class ManagedProcess:
             )
             theirs.close()
             try:
-                # waits: the keeper says it at once, or has ended
+                # waits: the keeper sends the child's process id at once, or has ended
                 (pid,) = HEADER.unpack(await reader.readexactly(HEADER.size))
             except BaseException as error:
                 await asyncio.shield(_ended(keeper))
@@ -88,14 +88,14 @@ class ManagedProcess:
         return cls(keeper, pid, reader, writer)
 
     def kill(self) -> None:
-        """Ends the process and all it started, now. Safe to repeat."""
+        """Kills the child and all processes it started. Idempotent."""
         if not self.killed and not self.exit.done():
             self.killed = True
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     async def gone(self) -> None:
-        """Waits for a killed process's end, and closes the connection."""
+        """Waits until a killed child has ended, and closes the connection."""
         await asyncio.wait({self.exit}, timeout=_REAP_S)
         if not self.exit.done():
             _log.warning("process %d is still there %g s after it was killed", self.pid, _REAP_S)
@@ -103,7 +103,7 @@ class ManagedProcess:
         self.writer.transport.abort()
 
     def exit_reason(self) -> str:
-        """What became of it, after `the process`."""
+        """How the process ended, as a phrase that follows "the process"."""
         if not self.exit.done():
             return "broke its connection"
         status = self.exit.result()
@@ -115,7 +115,7 @@ class ManagedProcess:
 
 
 async def _ended(keeper: asyncio.subprocess.Process) -> None:
-    """Ends a keeper, and with it all that it has started."""
+    """Ends a keeper and all processes that it has started."""
     for number in (PARENT_ENDED, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             keeper.send_signal(number)

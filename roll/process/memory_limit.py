@@ -1,8 +1,8 @@
-"""The memory limit of a process that runs users' code.
+"""The memory limit of a process that runs user code.
 
-The kernel holds it (RLIMIT_DATA): an environment or reward that asks for more gets a `MemoryError`, and its neighbours do
-not notice. It counts what the process takes beyond what it had at the start, without the stacks of environments' threads,
-of which next to nothing is ever used. Linux only.
+The kernel enforces it (RLIMIT_DATA): an environment or reward that allocates more gets a `MemoryError`, and others in the
+process are not affected. The limit applies to memory beyond what the process had at the start, without the stacks of
+environment threads, which are almost unused. Linux only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # of glibc's mallopt
 
 class MemoryLimit:
     def __init__(self, limit_mb: int) -> None:
-        """0 for no limit. Threads are started after this."""
+        """`limit_mb`: 0 for no limit. Create this before any thread is started."""
         self._limit_bytes = limit_mb << 20 if sys.platform == "linux" else 0
         self._threads = 0
         self._leaving: deque[threading.Thread] = deque()
@@ -35,21 +35,21 @@ class MemoryLimit:
             self._apply()
 
     def thread_comes(self) -> None:
-        """An environment's thread is about to start."""
+        """Call this before an environment's thread is started."""
         if self._limit_bytes:
             with self._changing:
                 self._threads += 1
                 self._apply()
 
     def thread_goes(self) -> None:
-        """The thread that calls is about to end."""
+        """Call this in an environment's thread before it ends."""
         if self._limit_bytes:
             with self._changing:
                 self._leaving.append(threading.current_thread())
                 self._apply()
 
     def is_short(self) -> bool:
-        """Whether more than half of what the limit allows is taken, all garbage collected."""
+        """Whether more than half of the limit is still used after a garbage collection."""
         if not self._limit_bytes:
             return False
         gc.collect()
@@ -58,7 +58,7 @@ class MemoryLimit:
         return _data_bytes() > self._bound_bytes - self._limit_bytes // 2
 
     def _apply(self) -> None:
-        while self._leaving and not self._leaving[0].is_alive():  # before that its stack is still there
+        while self._leaving and not self._leaving[0].is_alive():  # a live thread still has its stack
             self._leaving.popleft()
             self._threads -= 1
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -71,7 +71,7 @@ class MemoryLimit:
 
 
 def _give_back_what_is_freed() -> None:
-    """Has glibc return freed memory to the kernel, which else counts it as taken."""
+    """Makes glibc return freed memory to the kernel, which would otherwise count it as used."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 128 << 10)
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)

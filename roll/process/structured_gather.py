@@ -1,4 +1,4 @@
-"""Several things at once, or none of them."""
+"""A gather with structured cancellation: no coroutine outlives it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ R = TypeVar("R")
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
-    """Runs coroutines side by side; their results, in order.
+    """Runs coroutines concurrently and returns their results in order.
 
-    When one fails, or the caller is cancelled, each that still runs is cancelled once and waited for until it has cleaned
-    up, however often the caller is cancelled meanwhile. So none is left running when this returns, or raises the first
-    error or the caller's cancellation.
+    If one fails, or the caller is cancelled, each running coroutine is cancelled once and awaited until it has cleaned
+    up, however often the caller is cancelled in the meantime. So none is running any more when this returns, or raises
+    the first error or the caller's cancellation.
 
-        A has returned, B raises, C is cancelled and cleans up; now the caller is cancelled; C goes on cleaning up and
-        ends; then the caller hears of its cancellation
+        A has returned, B raises, C is cancelled and cleans up; now the caller is cancelled; C finishes its clean-up and
+        ends; then the caller's cancellation is raised
     """
     tasks = [asyncio.create_task(each) for each in coroutines]
     try:
-        # waits: for what it was given. `gather` alone would pass every cancellation on, and cut cleanups short
+        # waits: for its coroutines. `gather` alone would pass every cancellation on and interrupt their clean-up
         return await asyncio.gather(*(asyncio.shield(task) for task in tasks))
     finally:
         for task in tasks:
@@ -30,7 +30,7 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
 
 
 async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Returns when all have ended; the caller's cancellations wait until then."""
+    """Returns when all tasks have ended; a cancellation of the caller is raised only then."""
     cancelled: asyncio.CancelledError | None = None
     while running := [task for task in tasks if not task.done()]:
         try:
@@ -40,6 +40,6 @@ async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
             cancelled = error
     for task in tasks:
         if not task.cancelled():
-            task.exception()  # looked at: an error on the way out is no news beside the one that led there
+            task.exception()  # retrieved so that asyncio does not warn; the original error is already being raised
     if cancelled is not None:
         raise cancelled

@@ -1,18 +1,18 @@
-"""The keeper of a child: a process between parent and child that ends whatever users' code started, however it ends.
+"""The keeper of a child: a process between parent and child that kills all processes that user code started.
 
-    parent ── outer keeper ── inner keeper ── child ── what users' code starts
+    parent ── outer keeper ── inner keeper ── child ── processes started by user code
                                    └────────────────── daemons: orphans become children of the nearest keeper
 
 A process that leaves the child's group and session (a daemon, by setsid and two forks) would outlive the child. Linux
-gives orphans to the nearest ancestor that asked for them (PR_SET_CHILD_SUBREAPER). A keeper ends its child and all
-processes below itself when its child ends, and when its own parent does; then it ends as its child did.
+reparents orphans to the nearest ancestor with PR_SET_CHILD_SUBREAPER. When its child or its own parent ends, a keeper
+kills its child and all processes below itself; then it exits with the child's exit status or signal.
 
-There are two because one may be killed: when the parent ends or the outer keeper does, the inner one ends everything;
-when the inner one is killed, the child is killed with it, and its orphans go to the outer one. The inner one also writes
-the child's output to its log.
+There are two keepers because one may be killed: if the parent or the outer keeper ends, the inner keeper kills
+everything; if the inner keeper is killed, the child is killed with it, and its orphans go to the outer keeper. The inner
+keeper also writes the child's output to its log.
 
-Signals that a terminal or a job scheduler sends to every process of a job do nothing to a keeper: they are the parent's
-to handle. Elsewhere than on Linux a keeper ends the child's process group.
+A keeper ignores signals that a terminal or a job scheduler sends to every process of a job: the parent handles them. On
+other systems than Linux a keeper kills the child's process group only.
 """
 
 from __future__ import annotations
@@ -35,22 +35,23 @@ from roll.process.framing import HEADER
 _LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 PARENT_ENDED = signal.SIGRTMIN + 9 if _LINUX else signal.SIGUSR2
-"""Tells a keeper to end everything. No job scheduler sends it."""
+"""The signal that makes a keeper kill everything. No job scheduler sends it."""
 _LEFT_ALONE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _SWEEP_S = 5.0
-"""For killed processes to be gone; one that waits for a broken disk may take for ever."""
+"""Deadline for killed processes to end; a process that waits for a broken disk may never end."""
 _POLL_S = 1.0
 _FREEZES = 50
 
 
 def program() -> str:
-    """What runs a keeper: `python -I -S -c PROGRAM log log_bytes parent_pid connection_fd python command *sys.path`."""
+    """A keeper's program: `python -I -S -c PROGRAM log log_bytes parent_pid connection_fd python command *sys.path`."""
     root = str(Path(__file__).parents[2])
     return f"import sys; sys.path.insert(0, {root!r}); from roll.process.subreaper import main; main()"
 
 
 def main() -> NoReturn:
-    """Keeps a keeper that keeps the child. Before the child runs, its process id is on the connection."""
+    """Runs the outer keeper, which starts the inner one, which starts the child. The child's process id is sent over the
+    connection before the child's command runs."""
     log, log_bytes, parent, connection, python, command, *path = sys.argv[1:]
     output = _Output(Path(log), int(log_bytes)) if log and is_bounded(Path(log)) else None
 
@@ -67,7 +68,7 @@ def main() -> NoReturn:
 
 
 class _Output:
-    """What the child prints, on its way to the log."""
+    """The pipe from the child's output to the log."""
 
     def __init__(self, path: Path, limit_bytes: int) -> None:
         self._log = BoundedLog(path, limit_bytes)
@@ -75,18 +76,18 @@ class _Output:
         os.set_blocking(self.reading, False)
 
     def take(self) -> None:
-        """In the child: prints go here."""
+        """In the child: redirects stdout and stderr to the pipe."""
         os.dup2(self._writing, 1)
         os.dup2(self._writing, 2)
 
     def leave(self, *, read: bool) -> None:
-        """In a keeper: only the child writes, so that who reads sees the end."""
+        """In a keeper: closes the write end, so that the reader sees the end of the output when the child closes it."""
         os.close(self._writing)
         if not read:
             os.close(self.reading)
 
     def pass_on(self) -> bool:
-        """Writes what there is to the log; whether there may be more."""
+        """Copies available output to the log; returns whether there may be more."""
         with contextlib.suppress(BlockingIOError):
             chunk = os.read(self.reading, CHUNK_BYTES)
             self._log.write(chunk)
@@ -98,7 +99,7 @@ class _Keeper:
     def __init__(
         self, parent: int, start: Callable[[], NoReturn], connection: int, output: _Output | None, *, outer: bool
     ) -> None:
-        """`start` runs in the child, which alone has the connection. The child of the outer keeper is the inner one."""
+        """`start` runs in the child; only the child keeps the connection. The outer keeper's child is the inner one."""
         self._parent = parent
         self._start = start
         self._connection = connection
@@ -130,7 +131,7 @@ class _Keeper:
         self._end()
 
     def _begin_child(self, *pipes: int) -> NoReturn:
-        """Leads a session, so that killing its group kills what it has in it, and dies with its keeper."""
+        """Starts a session, so that its process group can be killed, and sets the child to die with its keeper."""
         try:
             signal.set_wakeup_fd(-1)
             for number in (*_LEFT_ALONE, signal.SIGCHLD, PARENT_ENDED):
@@ -148,7 +149,7 @@ class _Keeper:
         self._orphaned = True
 
     def _watch(self, waking: int) -> None:
-        """Returns when the child has ended, which is then still to be waited for, or the parent has."""
+        """Returns when the child has ended (it is not reaped yet) or the parent has."""
         listened = [waking] if self._output is None else [waking, self._output.reading]
         while not self._over():
             ready, _, _ = select.select(listened, [], [], _POLL_S if not _LINUX else None)
@@ -169,11 +170,11 @@ class _Keeper:
                     os.waitpid(pid, os.WNOHANG)
 
     def _end(self) -> NoReturn:
-        """Ends all that is left, then as the child did."""
+        """Kills all remaining processes, then exits with the child's exit status or signal."""
         if self._outer:
             self._let_inner_end()
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._child, signal.SIGKILL)  # its id is its own until it is waited for
+            os.killpg(self._child, signal.SIGKILL)  # its process id is not reused before it is reaped
         self._sweep()
         until = time.monotonic() + _SWEEP_S
         while self._output is not None and self._output.pass_on() and time.monotonic() < until:
@@ -188,14 +189,15 @@ class _Keeper:
         os._exit(max(code, 0))
 
     def _let_inner_end(self) -> None:
-        """The inner keeper sweeps and writes the log to its end; one that does not is killed."""
+        """Signals the inner keeper to end, which kills its processes and finishes the log, and waits for it; `_end` kills
+        one that does not end."""
         _send(self._child, PARENT_ENDED)
         until = time.monotonic() + 2 * _SWEEP_S
         while not self._child_ended() and time.monotonic() < until:
             time.sleep(0.002)
 
     def _sweep(self) -> None:
-        """Ends every process below. All are stopped first, lest some start others meanwhile."""
+        """Kills every process below this one. All are stopped first, so that none can start others in the meantime."""
         until = time.monotonic() + _SWEEP_S
         while time.monotonic() < until:
             stopped: set[int] = set()
@@ -212,7 +214,7 @@ class _Keeper:
             if not stopped and self._child_ended():
                 return
             if self._output is not None:
-                self._output.pass_on()  # one that prints may not be able to end before
+                self._output.pass_on()  # a full pipe may keep a process from ending
             time.sleep(0.002)
 
     def _child_ended(self) -> bool:
@@ -225,20 +227,20 @@ def _send(pid: int, number: int) -> None:
 
 
 def _below(pid: int) -> Iterator[int]:
-    """All processes below one."""
+    """All descendants of a process."""
     for child in _children(pid):
         yield child
         yield from _below(child)
 
 
 def _children(pid: int) -> list[int]:
-    """A process's children, those that have ended and were not waited for included; none elsewhere than on Linux."""
+    """A process's children, including zombies; none on other systems than Linux."""
     found: list[int] = []
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children") as children:
                 found += map(int, children.read().split())
-    except OSError:  # it ended meanwhile, or the kernel has no such list
+    except OSError:  # the process has ended, or the kernel has no such list
         return found or _children_by_parent(pid)
     return found
 

@@ -1,8 +1,7 @@
-"""What an evaluation estimates from several attempts at each of some tasks: mean reward, pass@k and maj@k, each with an
-interval.
+"""Estimators of an evaluation with several attempts per task: mean reward, pass@k and maj@k, each with an interval.
 
-Attempts at one task are alike, so tasks, not attempts, are what intervals count: eight attempts at each of 30 tasks say
-less than one attempt at each of 240.
+Attempts at one task are correlated, so intervals treat tasks, not attempts, as independent: eight attempts at each of 30
+tasks give a wider interval than one attempt at each of 240.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class MeanEstimate:
 
     @property
     def interval(self) -> str:
-        """In words; empty if there is none."""
+        """The interval as text; empty if there is none."""
         return "" if self.low is None else f"95 % interval {self.low:.3f} to {self.high:.3f}"
 
     def __str__(self) -> str:
@@ -35,7 +34,7 @@ class MeanEstimate:
 
 
 def pass_at(attempts: int, solved: int, k: int) -> float:
-    """Probability that of k attempts at a task, chosen from those made, at least one has solved it: 1 - C(n-c, k) /
+    """Probability that at least one of k attempts, chosen at random from those made, has solved the task: 1 - C(n-c, k) /
     C(n, k), the unbiased estimator of Chen et al. (2021), arXiv 2107.03374."""
     if not 1 <= k <= attempts:
         raise ValueError(f"pass@{k} needs {k} attempts, but there are {attempts}")
@@ -43,14 +42,14 @@ def pass_at(attempts: int, solved: int, k: int) -> float:
 
 
 def majority_at(answers: Sequence[Hashable | None], solved: Sequence[bool], k: int) -> float:
-    """How right the most frequent answer among k attempts is, in the mean over every choice of k of those made.
+    """Mean correctness of the most frequent answer among k attempts, over every choice of k of the attempts made.
 
-    An attempt without an answer (None) does not vote. Where several answers are the most frequent, their mean counts;
-    where no attempt has an answer, 0. An answer is as right as the attempts that gave it are in the mean.
+    An attempt without an answer (None) does not vote. If several answers are most frequent, the mean of their correctness
+    counts; if no attempt has an answer, 0. The correctness of an answer is the share of its attempts that are solved.
 
-    For every number of votes v that a winner may have, the choices are counted answer by answer: `ways[t][m]` is in how
-    many ways m attempts can be chosen from the answers seen so far so that none has more than v votes and t of them have
-    v; `right[t][m]` is the sum over these ways of how right those t are.
+    For every number of votes v that a winner may have, the choices are counted answer by answer: `ways[t][m]` is the
+    number of ways to choose m attempts from the answers processed so far such that no answer has more than v votes and t
+    answers have exactly v; `right[t][m]` is the sum, over these ways, of the correctness of those t answers.
     """
     made = len(answers)
     if not 1 <= k <= made:
@@ -58,7 +57,7 @@ def majority_at(answers: Sequence[Hashable | None], solved: Sequence[bool], k: i
     counts = Counter(answer for answer in answers if answer is not None)
     worth = {
         answer: fmean(s for a, s in zip(answers, solved, strict=True) if a == answer) for answer in counts
-    }  # of an answer
+    }  # correctness by answer
     silent = made - counts.total()
     total = 0.0
     for votes in range(1, min(k, max(counts.values(), default=0)) + 1):
@@ -76,7 +75,7 @@ def majority_at(answers: Sequence[Hashable | None], solved: Sequence[bool], k: i
 def _with_answer(
     ways: list[list[int]], right: list[list[float]], count: int, worth: float, votes: int, k: int
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """The tables of `majority_at` after one more answer, which `count` attempts gave."""
+    """The tables of `majority_at` after one more answer, which `count` attempts have."""
     more_ways = [[0] * (k + 1) for _ in ways]
     more_right = [[0.0] * (k + 1) for _ in ways]
     for given in range(min(count, votes) + 1):
@@ -93,11 +92,12 @@ def _with_answer(
 def mean_of(strata: Sequence[Sequence[Sequence[float]]], *, shares: bool, answers: int = 0) -> MeanEstimate:
     """The mean over strata of the mean of all values in each, with a 95 % interval.
 
-    A stratum is a list of tasks, a task a list of values. `shares`: every value is a share of right answers, from 0 to 1;
-    `answers`: of how many answers in all, where a value is of several.
-    The standard error is that of a mean over clusters, one for each task. The interval is Student's about the mean; of
-    shares it is Wilson's, which stays between 0 and 1 and is not empty at either end, with as many independent answers
-    as have that standard error, but no more than there are, or, where all are right or all wrong, as there are tasks.
+    A stratum is a list of tasks, a task a list of values. `shares`: every value is a share of correct answers, from 0 to
+    1; `answers`: the total number of answers, if a value summarizes several.
+    The standard error is cluster-robust, with one cluster per task. The interval is Student's around the mean. For shares
+    it is Wilson's, which stays between 0 and 1 and is not empty at either end; its number of independent answers is the
+    one that gives this standard error, at most the number of answers, or, if all answers are correct or all wrong, the
+    number of tasks (of several strata, the equivalent for their mean).
     """
     means, variances, tasks, values = [], [], 0, 0
     for stratum in strata:
@@ -122,7 +122,7 @@ def mean_of(strata: Sequence[Sequence[Sequence[float]]], *, shares: bool, answer
 
 
 def _variance(stratum: Sequence[Sequence[float]], mean: float, count: int) -> float:
-    """Of the mean of a stratum's values, where values of one task may be alike in any way."""
+    """Variance of the mean of a stratum's values; values of one task may be correlated in any way."""
     if len(stratum) < 2:
         return 0.0
     off = math.fsum(math.fsum(value - mean for value in task) ** 2 for task in stratum)

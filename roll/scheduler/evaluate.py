@@ -1,6 +1,6 @@
-"""Evaluation: held-out tasks answered and judged with the weights as they are.
+"""Evaluation: generates and scores answers to held-out tasks with the current weights.
 
-A run without `eval.sets` has one set, its held-out tasks. Sets are asked at the same time and counted apart.
+A run without `eval.sets` has one set, its held-out tasks. All sets run at the same time and are reported separately.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from roll.scheduler.estimate import MeanEstimate, majority_at, mean_of, pass_at
 from roll.scheduler.rollout_pool import RolloutPool
 
 PRIORITY = 1
-"""Held-out samples go before those to train on, so that they are of one version as far as can be."""
+"""Held-out samples get slots before training samples, so that as many as possible are of one version of the weights."""
 _ROUNDING = 1e-9
-"""What a sum of parts may lack of the reward from which on a task is solved."""
+"""Rounding tolerance when a sum of reward parts is compared with `solved_at`."""
 
 
 @dataclass(frozen=True)
 class EvalAnswer:
-    """A question, what the model said and what that was worth."""
+    """A question, the model's answer and its reward."""
 
     question: str
     answer: str
     reward: float
     set: str = HELD_OUT
-    """The set that the question is of."""
+    """The evaluation set of the question."""
 
 
 @dataclass(frozen=True)
 class EvalScore:
-    """What answers to some tasks were worth."""
+    """Scores of the answers to some tasks."""
 
     reward: float
     """The mean reward."""
@@ -49,13 +49,13 @@ class EvalScore:
     samples: int
     failed: int
     parts: dict[str, float]
-    """Means of what the rewards are made of, and of what environments tell, such as `success`."""
+    """Means of the reward parts, and of the metrics of environments, such as `success`."""
     binary: bool = False
     """Whether every reward was 0 or 1, so that their mean is an accuracy."""
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> EvalScore | None:
-        """None if not one of them could be judged."""
+        """None if none of them was scored."""
         scored = [sample for sample in samples if sample.state == "scored"]
         if not scored:
             return None
@@ -66,7 +66,7 @@ class EvalScore:
 
 @dataclass(frozen=True)
 class EvalFailure:
-    """Samples of a domain that could not be judged, for reasons of one kind."""
+    """Failed samples of a domain, for reasons of one kind."""
 
     domain: str
     kind: str
@@ -75,7 +75,7 @@ class EvalFailure:
     of: int
     """All samples of the domain."""
     example: str
-    """The first one's reason in full."""
+    """The full reason of the first one."""
 
     def __str__(self) -> str:
         return f"{self.count} of {self.of} samples of {self.domain!r} could not be judged: {self.example}"
@@ -83,44 +83,44 @@ class EvalFailure:
 
 @dataclass(frozen=True)
 class SetEvaluation:
-    """What was found on one set of tasks."""
+    """The results on one set of tasks."""
 
     name: str
     """As in `eval.sets`; `held_out` for the run's held-out tasks."""
     tasks: int
-    """Tasks that were asked."""
+    """Number of evaluated tasks."""
     attempts: int
-    """Answers to each of them; 0 where that differs from task to task."""
+    """Answers per task; 0 if that differs between tasks."""
     samples: int
-    """Answers in all."""
+    """Total number of answers."""
     failed: int
-    """Answers that could not be judged; they count nowhere else."""
+    """Answers that could not be scored; no other number includes them."""
     temperature: float
     solved_at: float
-    """The reward from which on an attempt has solved its task."""
+    """Smallest reward that counts as solved."""
     reward: MeanEstimate
-    """The mean reward; of a run with domains, the mean over its domains."""
+    """The mean reward; for the held-out tasks of a run with domains, the mean over its domains."""
     binary: bool
     """Whether every reward was 0 or 1."""
     pass_at: dict[int, MeanEstimate]
-    """By k, over the tasks that were judged k times or more."""
+    """By k, over the tasks with at least k scored answers."""
     majority_at: dict[int, MeanEstimate]
     tokens_mean: float
     parts: dict[str, float] = field(default_factory=dict)
     domains: dict[str, EvalScore] = field(default_factory=dict)
-    """Where there are several, and for each that could be judged."""
+    """By domain if there are several; only domains with scored answers."""
     failures: list[EvalFailure] = field(default_factory=list)
     answers: list[EvalAnswer] = field(default_factory=list)
-    """Some of them, to show."""
+    """A few answers, to show."""
 
     @property
     def measure(self) -> str:
-        """What the mean reward is called."""
+        """Name of the mean reward: `accuracy` or `reward`."""
         return measure_of(self.binary)
 
     @property
     def estimates(self) -> dict[str, MeanEstimate]:
-        """All of them by name: `reward`, `pass@4`, `maj@8`."""
+        """All estimates by name: `reward`, `pass@4`, `maj@8`."""
         passed = {f"pass@{k}": estimate for k, estimate in self.pass_at.items()}
         return {"reward": self.reward} | passed | {f"maj@{k}": estimate for k, estimate in self.majority_at.items()}
 
@@ -132,7 +132,7 @@ class SetEvaluation:
         return found
 
     def lines(self) -> Iterator[str]:
-        """All that was found, for a person."""
+        """The results as text."""
         named = "held-out" if self.name == HELD_OUT else self.name
         interval = f", {self.reward.interval}" if self.reward.interval else ""
         answers = f"{self.samples} answers to {self.tasks} tasks, {self.failed} failed"
@@ -144,7 +144,7 @@ class SetEvaluation:
         yield from self.details()
 
     def details(self) -> Iterator[str]:
-        """How the answers were drawn, what was found in each domain, and what went wrong."""
+        """Text of the sampling temperature, the results per domain, and the failures."""
         yield f"  temperature {self.temperature:g}, {self.tokens_mean:.1f} tokens per answer{parts_text(self.parts)}"
         for name, s in self.domains.items():
             yield f"  {name}: {s.reward:.3f} over {s.samples} answers, {s.failed} failed{parts_text(s.parts)}"
@@ -153,17 +153,17 @@ class SetEvaluation:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was found on all sets."""
+    """The results on all sets."""
 
     sets: dict[str, SetEvaluation]
-    """By name; `held_out` alone where the config names none."""
+    """By name; only `held_out` if the config has no `eval.sets`."""
     step: int | None = None
-    """Training steps of the weights, as far as a run made them."""
+    """Training step of the weights; None if no run trained them."""
     model: str = ""
 
     @property
     def reward(self) -> float:
-        """The mean over the sets of their mean rewards."""
+        """The mean of the sets' mean rewards."""
         return fmean(found.reward.value for found in self.sets.values())
 
     @property
@@ -173,12 +173,12 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float | None:
-        """The mean reward where every reward was 0 or 1, else None."""
+        """The mean reward if every reward was 0 or 1, else None."""
         return self.reward if self.binary else None
 
     @property
     def name(self) -> str:
-        """What the mean reward is called."""
+        """Name of the mean reward."""
         return f"held-out {measure_of(self.binary)}"
 
     @property
@@ -191,7 +191,7 @@ class Evaluation:
 
     @property
     def tokens_mean(self) -> float:
-        """Over all answers that could be judged."""
+        """Mean response tokens of all scored answers."""
         judged = [(found.samples - found.failed, found.tokens_mean) for found in self.sets.values()]
         return sum(count * mean for count, mean in judged) / sum(count for count, _ in judged)
 
@@ -205,12 +205,12 @@ class Evaluation:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Of the only set; empty where there are several."""
+        """Parts of the only set; empty if there are several sets."""
         return self._only.parts if self._only is not None else {}
 
     @property
     def domains(self) -> dict[str, EvalScore]:
-        """Of the only set; empty where there are several."""
+        """Domains of the only set; empty if there are several sets."""
         return self._only.domains if self._only is not None else {}
 
     @property
@@ -241,15 +241,15 @@ class Evaluator:
         by_domain: bool = False,
         labels: Mapping[str, str] | None = None,
     ) -> None:
-        """`by_domain`: of the run's held-out tasks, every domain gets as many questions, and counts as much. `labels` are
-        the domains of sets' tasks, by the tasks' ids."""
+        """`by_domain`: among the run's held-out tasks, every domain gets the same number of questions and the same
+        weight. `labels`: domain of each task of `eval.sets`, by task id."""
         self._pool = pool
         self._config = config
         self._lifecycle = Lifecycle(None)
         self._by_domain = by_domain
         self._labels = labels or {}
         self._sets: dict[str, list[list[Task]]] = {}
-        """The tasks of each set, in lists that are asked in turn."""
+        """The tasks of each set, in pools that are used round-robin."""
         found: dict[str, dict[str, list[Task]]] = {name: {} for name in config.sets}
         for task in sorted(tasks, key=lambda task: seed_of("eval", task.id)):
             name = set_of(task.domain)
@@ -259,8 +259,8 @@ class Evaluator:
             self._sets[name] = [pools[domain] for domain in sorted(pools)]
 
     async def evaluate(self, step: int) -> Evaluation | None:
-        """Asks every set's tasks as the config says: the same ones every time, with noise of the step's own. None without
-        held-out tasks."""
+        """Evaluates every set as configured: the same tasks every time, with different sampling seeds per step. None
+        without held-out tasks."""
         if not self._sets:
             return None
         sets = {name: self._samples(name, step) for name in self._sets}
@@ -317,7 +317,7 @@ class Evaluator:
         )
 
     async def _shown(self, name: str, samples: Sequence[Sample], attempts: int) -> list[EvalAnswer]:
-        """The first answer to each of the first questions."""
+        """The first answer to each of the first `eval.show` questions."""
         first = samples[:: attempts or 1][: self._config.show]
         shown = [s for s in first if s.finish is not None and self._pool.tokens.locate(s) is not None]
         texts = await self._pool.tokens.texts(shown)
@@ -326,7 +326,7 @@ class Evaluator:
         ]
 
     def _scores(self, samples: Sequence[Sample]) -> dict[str, EvalScore]:
-        """By domain, those of which something could be judged."""
+        """Scores by domain, for domains with at least one scored sample."""
         domains: dict[str, list[Sample]] = {}
         for sample in samples:
             domains.setdefault(self._labels.get(sample.task.id, sample.task.domain), []).append(sample)
@@ -335,8 +335,9 @@ class Evaluator:
 
 
 def questions(pools: Sequence[Sequence[Task]], settings: EvalSettings) -> list[Task]:
-    """The tasks to ask, as often as each is to be answered; the pools take turns. Without `attempts`, `samples`
-    questions, every task (of a pool) equally often give or take one; with them, every task that is asked so often."""
+    """The tasks to evaluate, each repeated once per answer; the pools are used round-robin. Without `attempts`: `samples`
+    questions, with every task of a pool equally often, give or take one. With `attempts`: every chosen task that many
+    times."""
     if not settings.attempts and settings.samples:
         turns = (divmod(number, len(pools)) for number in range(settings.samples))
         return [pools[which][turn % len(pools[which])] for turn, which in turns]
@@ -356,7 +357,8 @@ def _by_task(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
 def _of_tasks(
     strata: Sequence[Sequence[Sequence[Sample]]], ks: Sequence[int], of: Callable[[Sequence[Sample], int], float]
 ) -> dict[int, MeanEstimate]:
-    """What each task that was judged k times or more makes of a k, in the mean; a k is left out if no task was."""
+    """For each k, the mean of `of(task, k)` over the tasks with at least k scored answers; without such tasks k is left
+    out."""
     found: dict[int, MeanEstimate] = {}
     for k in sorted(set(ks)):
         values = [[[of(task, k)] for task in tasks if len(task) >= k] for tasks in strata]
@@ -379,7 +381,7 @@ def _solved(sample: Sample, solved_at: float) -> bool:
 
 
 def measure_of(binary: bool) -> str:
-    """What a mean reward is called: `accuracy` only where every reward is 0 or 1."""
+    """Name of a mean reward: `accuracy` if every reward is 0 or 1, else `reward`."""
     return "accuracy" if binary else "reward"
 
 
@@ -389,7 +391,7 @@ def is_binary(samples: Iterable[Sample]) -> bool:
 
 
 def failures_of(samples: Sequence[Sample]) -> list[EvalFailure]:
-    """What went wrong, by domain and kind."""
+    """The failures, by domain and kind."""
     sizes = Counter(sample.task.domain for sample in samples)
     reasons: dict[tuple[str, str], list[str]] = {}
     for sample in samples:
@@ -399,7 +401,7 @@ def failures_of(samples: Sequence[Sample]) -> list[EvalFailure]:
 
 
 def part_means(samples: Sequence[Sample]) -> dict[str, float]:
-    """Each part of the rewards, over the samples that have it: parts may be of some domains only."""
+    """Mean of each reward part over the samples that have it: some parts exist in some domains only."""
     parts: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.parts.items():

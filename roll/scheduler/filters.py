@@ -1,6 +1,6 @@
-"""Group filters: which finished groups are worth training on. A filter names its reason, or None to keep the group.
+"""Group filters: which finished groups are worth training on. A filter returns its reason to drop a group, or None.
 
-A user's filter is a function of a group that gives a reason or None, or says whether to keep it: True or False.
+A user's filter is a function of a group that returns a reason or None, or True to keep it and False to drop it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Filter = Callable[[Group], str | None]
 
 
 def no_signal(group: Group) -> str | None:
-    """Samples with equal rewards have no advantage over each other, nor over a greedy one with the same."""
+    """Drops groups whose rewards, including the greedy baseline's, are all equal: all advantages would be zero."""
     rewards = {sample.reward for sample in group.scored}
     if group.baseline is not None:
         rewards.add(group.baseline.reward)
@@ -29,8 +29,9 @@ def no_signal(group: Group) -> str | None:
 
 
 def no_signal_in_turns(discount: float) -> Filter:
-    """Where turns are compared with those of their group that began in the same state, by what was earned from there on,
-    a group of equal rewards may still have something to teach: of two ways to the goal, the shorter one."""
+    """`no_signal` for per-turn credit (GiGPO): turns of a group that start in the same state are compared by their
+    discounted returns, so a group with equal rewards may still have a signal, for example two paths to the goal of
+    different lengths."""
 
     def judge(group: Group) -> str | None:
         reason = no_signal(group)
@@ -66,7 +67,7 @@ FILTERS: dict[str, Filter] = {"no_signal": no_signal, "none": keep_all}
 
 
 def by_domain(filters: Mapping[str, Filter], otherwise: Filter) -> Filter:
-    """Each group by the filter of its task's domain."""
+    """Filters each group with the filter of its task's domain, or with `otherwise`."""
     return lambda group: filters.get(group.task.domain, otherwise)(group)
 
 
@@ -78,8 +79,9 @@ def make_filter(
     setting: str = "rollout.filter",
     turn_discount: float | None = None,
 ) -> Filter:
-    """The filter of that name: one of `FILTERS`, `mean_range` with these bounds, or a user's function. `setting` is what
-    names it. With a `turn_discount`, turns that began in the same state are compared too."""
+    """The filter of that name: one of `FILTERS`, `mean_range` with these bounds, or a user's function. `setting` is the
+    config key for error messages. With a `turn_discount`, `no_signal` also compares turns that start in the same
+    state."""
     if name == "no_signal" and turn_discount is not None:
         return no_signal_in_turns(turn_discount)
     if name in FILTERS:

@@ -1,8 +1,8 @@
-"""Long tails: orders that keep a step from waiting for its longest responses.
+"""Long-tail scheduling: task samplers that reduce the time a step waits for its longest responses.
 
-A step ends when its slowest group does. `LongestFirst` begins the long ones first, so that the short ones fill in behind
-them; `TailBatching` closes steps early and gathers what ran long into rounds of its own. `make_task_sampler` builds the
-order that a config names.
+A step ends with its slowest group. `LongestFirst` starts long groups first, so that short ones fill the remaining slots;
+`TailBatching` closes steps early and collects the groups that ran long into steps of their own. `make_task_sampler`
+creates the sampler that the config names.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from roll.scheduler.task_sampler import (
 
 
 class LongestFirst(SamplerWrapper):
-    """Of the next `window` draws the one expected longest goes first.
+    """Returns, of the next `window` draws, the one with the longest expected response.
 
-    A task is expected to take as many tokens as its last judged group did on average, an unknown one the mean of all.
-    Equal ones keep their order. What always holds: no draw is overtaken more than `window` times. Draw n of the base is
-    given out as number n - window + 1 at the earliest and n + window at the latest.
+    The expected length of a task is the mean length of its last judged group; for an unknown task, the mean of all tasks.
+    Ties keep their order. Invariant: no draw is overtaken more than `window` times. Draw n of the base is returned as
+    number n - window + 1 at the earliest and n + window at the latest.
 
-    With a window of 3, draws of 10, 80, 20, 50, 40, 30, 60 … tokens go as 80, 50, 40, 10, 60, 20 …: the 10 after three
-    have overtaken it, and likewise the 20.
+    With a window of 3, draws of 10, 80, 20, 50, 40, 30, 60 … tokens are returned as 80, 50, 40, 10, 60, 20 …: the 10
+    after three others have overtaken it, and likewise the 20.
 
-    What is judged counts from the next step on: draws do not depend on the order in which groups of a step finish.
+    Observed lengths take effect at the next step: draws do not depend on the order in which groups of a step finish.
     """
 
     def __init__(self, base: BaseSampler, window: int) -> None:
         super().__init__(base)
         assert window >= 1, f"a window of {window} draws"
         self._window = window
-        self._waiting: deque[tuple[int, TaskDraw]] = deque()  # place in the base's order, draw; oldest first
+        self._waiting: deque[tuple[int, TaskDraw]] = deque()  # position in the base's order, draw; oldest first
         self._taken = 0
         self._given = 0
         self._tokens: dict[str, int] = {}
@@ -66,7 +66,7 @@ class LongestFirst(SamplerWrapper):
             self._waiting.append((self._taken, draw))
             self._taken += 1
         chosen = 0
-        if self._given - self._waiting[0][0] < self._window:  # all before it were given out: the others overtook it
+        if self._given - self._waiting[0][0] < self._window:  # surplus draws returned have overtaken it
             chosen = self._longest()
         draw = self._waiting[chosen][1]
         del self._waiting[chosen]
@@ -103,14 +103,14 @@ class LongestFirst(SamplerWrapper):
 
 
 class TailBatching(SamplerWrapper):
-    """Short rounds, closed by the first groups to finish, and rounds of those that were cut.
+    """Short rounds, which end with the first groups to finish, and tail rounds of the groups that were cut.
 
-    A short round issues `oversample` more than it needs; what still runs when enough have finished is cut and gathered.
-    Once `groups_per_step` are gathered the next step is a tail round: it begins with exactly those, the longest waiting
-    first, and waits for all of them. So long responses are trained on too, only later and among themselves.
+    A short round issues `oversample` more groups than it needs; groups that still run when enough have finished are cut
+    and collected. Once `groups_per_step` are collected, the next step is a tail round: it starts with exactly those, the
+    longest waiting first, and waits for all of them. So long responses are trained on too, but later and together.
 
-    What always holds: a draw that was cut comes again in a tail round (as long as short rounds go on cutting), and a tail
-    round cuts none. With 4 groups a step and 1 cut in each short one, every fifth step is a tail round.
+    Invariants: a draw that was cut is issued again in a tail round (as long as short rounds keep cutting), and a tail
+    round cuts none. With 4 groups per step and 1 cut in each short round, every fifth step is a tail round.
     """
 
     def __init__(self, base: BaseSampler, groups_per_step: int, oversample: float) -> None:
@@ -118,7 +118,7 @@ class TailBatching(SamplerWrapper):
         self._groups = groups_per_step
         self._oversample = oversample
         self._gathered: deque[TaskDraw] = deque()
-        self._left = 0  # of the tail round that has begun
+        self._left = 0  # draws left in the current tail round
 
     def begin_step(self) -> BatchPolicy:
         super().begin_step()
@@ -163,7 +163,7 @@ def make_task_sampler(
     groups_per_step: int,
     root: str | os.PathLike[str] | None = None,
 ) -> TaskSampler:
-    """The order a config names. A user's class is called with the order it is to be built on."""
+    """Creates the task sampler that the config names. A user's class is called with the base sampler to wrap."""
     base: EpochSampler | SolveRateSampler = EpochSampler(tasks, seed, weights, BatchPolicy(oversample, cut))
     if sample_by == "solve_rate":
         base = SolveRateSampler(base, seed)
@@ -214,7 +214,7 @@ def _user_sampler(name: str, make: Any, base: BaseSampler) -> TaskSampler:
 
 
 def _takes(method: Any, signature: str) -> bool:
-    """Whether a method can be called like that, with and without what is optional."""
+    """Whether a method can be called with this signature, with and without the optional arguments."""
     if not callable(method):
         return False
     names = [part for part in signature.strip("()").split(", ") if part]

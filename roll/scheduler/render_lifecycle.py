@@ -1,8 +1,8 @@
-"""The picture of a sample's life, drawn from the table of moves.
+"""Renders the diagram of a sample's life cycle as SVG from the table of transitions.
 
 `python -m roll.scheduler.render_lifecycle > docs/images/lifecycle.svg` writes it (`make docs`).
 
-A move that is not in the table is not in the picture, and none that is in it is left out: a test holds the file to it.
+The diagram has exactly the transitions of the table; a test compares the file with it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ENDS = {"trained": "#c6f6d5", "dropped": "#edf2f7", "failed": "#fed7d7"}
 
 
 def render_lifecycle() -> str:
-    """The picture as SVG."""
+    """The diagram as SVG."""
     moves = [(start, end) for start, ends in MOVES.items() for end in sorted(ends)]
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
@@ -57,7 +57,7 @@ def _marker(colour: str) -> str:
 
 
 def _arrow(start: str, end: str) -> str:
-    """A curve from box to box; the way back runs on the other side of the way there."""
+    """A curve from box to box; the reverse transition is drawn on the other side."""
     colour = _colour(start, end)
     (x0, y0), (x1, y1) = _edge(start, end), _edge(end, start)
     bend = 0.18 if end in _COLOURS or start in MOVES[end] else 0.0
@@ -70,7 +70,7 @@ def _arrow(start: str, end: str) -> str:
 
 
 def _edge(state: str, towards: str) -> tuple[float, float]:
-    """Where a line from the middle of a box to another one leaves it."""
+    """The point where a line from the centre of a box to another one crosses its border."""
     (x, y), (tx, ty) = _PLACES[state], _PLACES[towards]
     dx, dy = tx - x, ty - y
     scale = min(_HALF_W / abs(dx) if dx else 9.0, _HALF_H / abs(dy) if dy else 9.0)

@@ -1,11 +1,12 @@
-"""Task orders: which task the next group is of, and how a step is filled and closed.
+"""Task samplers: which task the next group gets, and how the batch of a step is filled and selected.
 
-An order is asked for draws (`next`), told what became of them (`give_back`, `cut`, `judged`) and saved with the run. It
-never waits, never looks at a clock and never rolls dice that its seed does not fix: the same calls give the same draws.
+The scheduler requests draws (`next`), reports their outcome (`give_back`, `cut`, `judged`) and saves the sampler's state
+with the run. A sampler never waits, never reads a clock and has no randomness beyond its seed: the same calls give the
+same draws.
 
-`EpochSampler` is the ground: every task exactly once an epoch. Policies are wrappers around it, each one a class that
-changes a little and hands on the rest. What always holds, through every wrapper: no draw of the ground is lost or
-doubled. Each is given out once, and once more for every time it came back.
+`EpochSampler` is the base: every task exactly once per epoch. Other samplers are wrappers around it; each class changes
+one aspect and passes all other calls on. Invariant, through every wrapper: no draw of the base is lost or duplicated.
+Each is returned once, and once more for every time it was given back.
 """
 
 from __future__ import annotations
@@ -27,31 +28,31 @@ from roll.data.task import Task
 
 @dataclass(frozen=True)
 class TaskDraw:
-    """The next group's task. Task and epoch together name a draw."""
+    """The next group's task. Task and epoch together identify a draw."""
 
     task: Task
     epoch: int
     skip: str = ""
-    """Not empty: it is recorded as dropped for this reason, and nothing is generated."""
+    """If not empty, the ledger records the task as dropped for this reason, and nothing is generated."""
     again: bool = False
-    """It was given out before and came back: it goes first, and is not skipped."""
+    """The draw was returned before and given back: it comes before new draws and is not skipped."""
 
 
 @dataclass(frozen=True)
 class BatchPolicy:
-    """How a step is filled and closed."""
+    """How the batch of a step is filled and selected."""
 
     oversample: float = 0.0
-    """Groups issued beyond the step's need, as a share of it."""
+    """Groups issued beyond `groups_per_step`, as a share of it."""
     cut: Literal["in_order", "first"] = "in_order"
-    """Which groups make the batch: the oldest issued, or the first to finish."""
+    """Which groups form the batch: the oldest issued, or the first to finish."""
 
 
 class TaskSampler(Protocol):
-    """Which task is next. Draws never end.
+    """Chooses the next task; draws never end.
 
-    `epoch` says which draw of a task is meant; without it, it is the task's newest one that is not already waiting. With
-    more groups in flight than there are tasks, a task has several, and only the epoch tells them apart.
+    `epoch` identifies which draw of a task is meant; by default the task's newest one that is not already given back.
+    With more groups in flight than tasks, a task has several draws, and only the epoch distinguishes them.
     """
 
     def begin_step(self) -> BatchPolicy: ...
@@ -59,35 +60,36 @@ class TaskSampler(Protocol):
     def next(self) -> TaskDraw: ...
 
     def give_back(self, task: Task, epoch: int | None = None) -> None:
-        """It was issued, and neither trained on nor dropped for good: it comes again before all new ones."""
+        """Returns a draw that was issued but neither trained on nor finally dropped; it comes again before new draws."""
 
     def cut(self, task: Task, epoch: int | None = None) -> None:
-        """It was still running when its step was closed by the first to finish. It is the order's to bring it again."""
+        """Returns a draw whose group still ran when its step was full; the sampler decides when it comes again."""
 
     def judged(self, task: Task, rewards: Sequence[float], tokens: Sequence[int]) -> None:
-        """A group of it was judged: reward and response length of each sample."""
+        """Reports the reward and response length of each scored sample of a judged group."""
 
     def state(self) -> dict[str, Any]:
-        """As JSON; an order of the same tasks and settings that restores it goes on with the same draws."""
+        """The state as JSON; a sampler with the same tasks and settings that restores it makes the same draws."""
 
     def restore(self, state: dict[str, Any]) -> None: ...
 
 
 class BaseSampler(TaskSampler, Protocol):
-    """An order that others can be built on."""
+    """A task sampler that can be wrapped."""
 
     def drawn(self, id: str) -> TaskDraw:
-        """The newest draw of the task with that id that is not waiting to come again. It finds tasks of a saved state."""
+        """The newest draw of the task with that id that is not given back. Also resolves task ids of a saved state."""
 
 
 class EpochSampler:
-    """Every task once an epoch, in a fresh order each time; by domain if they have weights.
+    """Every task once per epoch, shuffled again in each epoch; by domain if domains have weights.
 
-    Without weights all tasks are one pool. With weights every domain is a pool with epochs of its own, and after n draws
-    a domain of share w has had n·w of them, rounded down or up: of `{math: 3, code: 1}` come math, math, code, math and
-    again. What comes back goes first, in the order it came, and takes no turn of its domain's: it had one.
+    Without weights all tasks are one pool. With weights every domain is a pool with its own epochs, and after n draws a
+    domain of share w has had n·w of them, rounded down or up: `{math: 3, code: 1}` repeats math, math, code, math. Draws
+    that were given back come first, in the order they were given back, and do not count for their domain again.
 
-    The epoch of a task's last draw needs no memory: it is the pool's, or the one before if this epoch is not there yet.
+    The epoch of a task's last draw is not stored: it is the pool's epoch, or the one before if the task is still to come
+    in this epoch.
     """
 
     def __init__(
@@ -123,7 +125,7 @@ class EpochSampler:
         self.give_back(task, epoch)
 
     def judged(self, task: Task, rewards: Sequence[float], tokens: Sequence[int]) -> None:
-        """Of no consequence here."""
+        """Has no effect on this sampler."""
 
     def drawn(self, id: str) -> TaskDraw:
         pool, index = self._at[id]
@@ -150,9 +152,9 @@ class EpochSampler:
             self.give_back(pool.tasks[index], epoch)
 
     def _turn(self) -> str:
-        """The pool whose turn it is. Draw j of a pool of share w falls between (j - 1)/w and j/w: of the pools that may
-        have a draw now, the one that must have it soonest. (Always taking the one furthest behind its share does not do:
-        with weights 25, 23, 11, 7, 1, 1, 1 that ends up more than a draw off.)"""
+        """The pool of the next draw. Draw j of a pool of share w must be between (j - 1)/w and j/w: of the pools that may
+        draw now, the one with the earliest deadline. (Always choosing the pool furthest behind its share is not enough:
+        with weights 25, 23, 11, 7, 1, 1, 1 it ends up more than one draw off.)"""
         drawn = {name: pool.drawn for name, pool in self._pools.items()}
         whole, turn = sum(self._weights.values()), sum(drawn.values()) + 1
         ready = [name for name, weight in self._weights.items() if drawn[name] * whole < turn * weight]
@@ -160,7 +162,7 @@ class EpochSampler:
 
 
 class _Pool:
-    """Tasks in a fresh order every epoch. Draw n is number n % len of epoch n // len."""
+    """Tasks in a new shuffled order every epoch. Draw n is number n % len of epoch n // len."""
 
     def __init__(self, tasks: Sequence[Task], seed: str) -> None:
         self.tasks = tasks
@@ -177,7 +179,7 @@ class _Pool:
         return TaskDraw(self.tasks[self._order[position]], epoch)
 
     def epoch_of(self, index: int) -> int:
-        """When the task with that index was drawn last; -1 if it was not."""
+        """The epoch of the last draw of the task with that index; -1 if there was none."""
         epoch, position = divmod(self.drawn, len(self.tasks))
         self._shuffle(epoch)
         return epoch if self._rank[index] < position else epoch - 1
@@ -194,7 +196,7 @@ class _Pool:
 
 
 def _whole(weights: Mapping[str, float]) -> dict[str, int]:
-    """The same proportions in whole numbers (what is written 0.1 is a tenth), in an order that is always the same."""
+    """The same proportions as integers (0.1 is exactly a tenth), sorted by domain."""
     for domain, weight in weights.items():
         if not (math.isfinite(weight) and weight > 0):
             raise UserError(f"tasks.weights.{domain} is {weight}: write a number above 0")
@@ -204,7 +206,7 @@ def _whole(weights: Mapping[str, float]) -> dict[str, int]:
 
 
 def _by_domain(tasks: Sequence[Task], weights: Mapping[str, float]) -> dict[str, list[Task]]:
-    """Tasks of each domain; the weights must be of exactly these."""
+    """Tasks by domain; raises `UserError` unless the weights name exactly these domains."""
     have: dict[str, list[Task]] = {}
     for task in tasks:
         have.setdefault(task.domain, []).append(task)
@@ -225,9 +227,9 @@ def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
 
 
 class SamplerWrapper:
-    """An order around another. It hands everything on; a policy overrides what it changes.
+    """A task sampler around another. It passes every call on; a subclass overrides what it changes.
 
-    What comes back (`again`) and what is skipped (`skip`) passes through it as it is, and at once.
+    A subclass must return draws with `again` or `skip` set unchanged and at once.
     """
 
     def __init__(self, base: BaseSampler) -> None:
@@ -259,14 +261,14 @@ class SamplerWrapper:
 
 
 class SolveRateSampler(SamplerWrapper):
-    """Skips most visits to tasks that were always, or never, solved of late.
+    """Skips most draws of tasks that were recently always, or never, solved.
 
-    A visit counts as solved if its group's mean reward is `high` or more, as failed if it is `low` or less. After n such
-    visits in a row, all of one kind, the next is skipped with probability `most`·(1 - `decay`^n): 0.38, 0.56, 0.66 … and
-    never more than 0.75, so every task comes back, and one visit in between puts it back to 0. Whether a visit is skipped
-    depends on the seed, the task and the epoch alone.
+    A draw counts as solved if its group's mean reward is `high` or more, as failed if it is `low` or less. After n such
+    draws in a row, all of one kind, the next is skipped with probability `most`·(1 - `decay`^n): 0.38, 0.56, 0.66 … and
+    never more than 0.75, so every task comes again; a draw between `low` and `high` resets n to 0. Whether a draw is
+    skipped depends only on the seed, the task, the epoch and n.
 
-    What is judged counts from the next step on: draws do not depend on the order in which groups of a step finish.
+    Results take effect at the next step: draws do not depend on the order in which groups of a step finish.
     """
 
     def __init__(
@@ -278,7 +280,7 @@ class SolveRateSampler(SamplerWrapper):
         self._seed = seed
         self._low, self._high = low, high
         self._most, self._decay = most, decay
-        self._seen: dict[str, tuple[float, int]] = {}  # rate, visits in a row: solved above 0, failed below
+        self._seen: dict[str, tuple[float, int]] = {}  # solve rate, streak: positive if solved, negative if failed
         self._new_results: list[tuple[str, float]] = []
 
     def begin_step(self) -> BatchPolicy:
@@ -304,7 +306,7 @@ class SolveRateSampler(SamplerWrapper):
         super().judged(task, rewards, tokens)
 
     def rates(self) -> dict[str, float]:
-        """Solve rate of every task judged before this step, older visits counting less; 0 is `low`, 1 is `high`."""
+        """Exponentially weighted solve rate of every task judged before this step; 0 is `low`, 1 is `high`."""
         return {id: rate for id, (rate, _) in self._seen.items()}
 
     def state(self) -> dict[str, Any]:
@@ -317,6 +319,6 @@ class SolveRateSampler(SamplerWrapper):
         self._new_results = [(id, mean) for id, mean in state["news"]]
 
     def _coin(self, draw: TaskDraw) -> float:
-        """Between 0 and 1, evenly."""
+        """A pseudo-random number, uniform between 0 and 1."""
         text = f"{self._seed}/solve_rate/{draw.epoch}/{draw.task.id}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest()) / 2**56
