@@ -15,7 +15,8 @@ MEMORY_SHARE = {"cuda": 0.6, "cpu": 0.5}
 environments."""
 
 GROWTH = 1.125
-"""The cache is copied into one with more slots of the same length only if it could have this many times the slots."""
+"""The cache is copied into one with more slots of the same length only if it could have this many times the slots, or the
+largest number of slots."""
 TRADE = 1.5
 """As `GROWTH`, if the slots get shorter: longer requests may arrive again."""
 

@@ -60,7 +60,8 @@ class PagedKVCache:
             self.routes[: len(other.routes)] = other.routes
 
     def read_routes(self, places: NDArray[np.int64]) -> RoutesRead:
-        """Starts an asynchronous read of the routes at these cache positions. Steps launched later may overwrite them."""
+        """Starts an asynchronous read of the routes at these cache positions. Steps launched later may overwrite them:
+        the copy comes before those steps on the stream."""
         assert self.routes is not None
         where = torch.from_numpy(places)
         if not self.routes.is_cuda:
