@@ -58,13 +58,14 @@ _ABOUT = _words(
 _IN_QUERIES = frozenset({"key", "code", "sig", "signature"})
 _HEADERS = frozenset({"headers", "header", "cookies"})
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
-_URL_USER = re.compile(r"(?i)(\b[a-z][a-z0-9+.-]*://)([^\s/?#\"'<>]+)@")
+# Where a pattern could begin at many places of one long word, what it looks ahead is bounded: else the time is quadratic.
+_URL_USER = re.compile(r"(?i)(\b[a-z][a-z0-9+.-]{0,30}://)([^\s/?#\"'<>]+)@")
 _QUERY_PART = re.compile(r"(?<=[?&;#])([A-Za-z0-9_.\-\[\]%]{1,64})=([^&;#\s\"'<>]+)")
 _BEARER = re.compile(r"(?i)\b(bearer|basic|token|apikey|digest)(\s+)([A-Za-z0-9._~+/=:-]{6,})")
 _KNOWN_KINDS = re.compile(
     r"\b(?:sk-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,}|"
     r"glpat-[A-Za-z0-9_-]{16,}|xox[abeoprs]-[A-Za-z0-9-]{10,}|(?:AKIA|ASIA)[0-9A-Z]{16}|AIza[0-9A-Za-z_-]{30,}|"
-    r"eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,})"
+    r"eyJ[A-Za-z0-9_-]{8,4096}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,})"
 )
 _HEADER_LINE = re.compile(r"(?m)^(\s*)([A-Za-z0-9_-]+)(\s*:\s*)(\S.*)$")
 _ONLY_REFERENCE = re.compile(r"(?i)(?:(?:bearer|basic|token|apikey|digest)\s+|[^:${}]*:|\$\{\w+\}:)?\$\{\w+\}")
@@ -296,8 +297,11 @@ def _forms_of(value: str) -> set[str]:
         data.hex(),
         data.hex().upper(),
     }
-    forms |= {json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1]}
-    forms |= {json.dumps(form)[1:-1] for form in list(forms)}
+    forms |= {re.sub("%..", lambda code: code[0].lower(), form) for form in (quote(data), quote(data, safe=""))}
+    forms |= {json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]}
+    forms |= {repr(value)[1:-1], ascii(value)[1:-1], repr(data)[2:-1], data.decode("latin-1")}
+    forms |= {form.replace("'", "\\'") for form in list(forms)}  # a text with both kinds of quotes in it
+    forms |= {written for form in list(forms) for written in (json.dumps(form)[1:-1], repr(form)[1:-1])}
     for before in range(3):  # base64 writes three bytes at a time: what it makes of a text depends on where that begins
         encoded = base64.b64encode(b"\0" * before + data).decode().rstrip("=")
         inner = encoded[-(-before * 8 // 6) : (before + len(data)) * 8 // 6]

@@ -253,3 +253,26 @@ def test_redacting_twice_is_redacting_once(value: Any) -> None:
     once = redacted(value)
     assert redacted(once) == once
     assert secrets_in(once) == []
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        repr("a pä7-of'mine".encode()),
+        ascii("pä7-of'mine"),
+        repr(repr("pä7-of'mine")),
+        "p%c3%a47-of%27mine",
+        "pä7-of'mine".encode().decode("latin-1"),
+    ],
+    ids=["bytes", "ascii", "quoted twice", "lower-case percents", "a header read as Latin-1"],
+)
+def test_a_value_is_found_as_messages_write_it(written: str) -> None:
+    known = Secrets()
+    known.add(["pä7-of'mine"])
+    assert REDACTED in known.without(f"refused: {written}")
+
+
+@pytest.mark.parametrize("word", ["a-", "a.", "eyJ-", "eyJaaaaaaaa.", "sk-", "token "])
+def test_a_long_text_is_redacted_in_linear_time(word: str) -> None:
+    """A model may write such a text; where time is quadratic, this takes hours."""
+    assert Secrets().redact(word * (600_000 // len(word)) + "://")
