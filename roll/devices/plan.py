@@ -44,7 +44,7 @@ class Plan:
     map: DeviceMap
     offload: bool
     why: str
-    """A sentence on why roles are offloaded between phases, or why not."""
+    """A sentence on why roles are offloaded between stages, or why not."""
     stages: ResidencyTable
     memory: MemoryEstimate
     roles: list[tuple[str, str]]
@@ -126,7 +126,7 @@ def _shards(
 
 
 def choose_offload(config: Config, map: DeviceMap, model: ModelSize, work: MemoryInputs) -> tuple[bool, str]:
-    """Whether roles are offloaded between phases, and a sentence that says why."""
+    """Whether roles are offloaded between stages, and a sentence that says why."""
     stay, turns = residency(map, False), residency(map, True)
     if config.offload != "auto":
         asked = config.offload == "always"
