@@ -1,6 +1,6 @@
-"""The nouns that travel: tasks, token logs, samples and ragged batches.
+"""The data types that processes exchange: tasks, token logs, samples and ragged batches.
 
-What needs NumPy is loaded when first used: graders start often, and need tasks only.
+Types that need NumPy are imported when first used: graders start often, and need only tasks.
 """
 
 from __future__ import annotations

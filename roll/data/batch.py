@@ -1,13 +1,14 @@
 """The batch: many samples, ragged, as flat NumPy columns plus offsets. Nothing is padded.
 
-What always holds: a column's name says what it has one value of. A sample column has one a sample and is here. A token
-column has one a token, sample i owns `offsets[i]:offsets[i + 1]` of it, and it may be in blocks that other processes hold
-(`columns.py`). A turn column has one a response, sample i owns `turn_offsets[i]:turn_offsets[i + 1]` of it, and it is
-here; only batches with episodes in environments have any. A batch is never changed: each operation returns a new one.
+Invariants: a column's name determines its kind. A sample column has one value per sample and is in this process. A token
+column has one value per token; sample i owns `offsets[i]:offsets[i + 1]` of it; it may be in blocks that other processes
+hold (`remote_columns.py`). A turn column has one value per response; sample i owns `turn_offsets[i]:turn_offsets[i + 1]`
+of it; it is in this process; only batches with environment episodes have any. A batch is immutable: each operation
+returns a new one.
 
 Example: samples of 3 and 2 tokens, in 1 and 2 turns, have `offsets = [0, 3, 5]` and `turn_offsets = [0, 1, 3]`;
-`select([1])` keeps the last two values of each token and each turn column; `concat` of the pieces of a `split` holds
-every sample once, in the order of the pieces.
+`select([1])` keeps the last two values of each token and each turn column; `concat` of the pieces of a `split` has every
+sample once, in the order of the pieces.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SAMPLE_COLUMNS: Mapping[str, Any] = {
     "advantage": np.float32,
     "response_tokens": np.int64,
 }
-"""Columns with one value a sample, and their types. `truncated`: its last response was cut off at the token limit;
+"""Columns with one value per sample, and their types. `truncated`: its last response was cut off at the token limit;
 `baseline`: the reward of its task's greedy answer; `kl`: its divergence from the reference, summed over tokens."""
 
 TURN_COLUMNS: Mapping[str, Any] = {
@@ -47,8 +48,8 @@ TURN_COLUMNS: Mapping[str, Any] = {
     "turn_state": np.int64,
     "turn_advantage": np.float32,
 }
-"""Columns with one value a turn, `turns` of them a sample, and their types. Turns of a group that began in the same state
-have the same `turn_state`."""
+"""Columns with one value per turn, `turns` of them per sample, and their types. Turns of a group that began in the same
+state have the same `turn_state`."""
 
 TOKEN_COLUMNS: Mapping[str, Any] = {
     "ids": np.int32,
@@ -63,10 +64,10 @@ TOKEN_COLUMNS: Mapping[str, Any] = {
     "advantages": np.float32,
     "routes": np.uint8,
 }
-"""Columns with one value a token, and their types. The log-probs are under softmax(logits / temperature); `turn` is the
-number of the sample's response that the token is of, below 0 where it was not sampled (-2 where it begins a branch, see
-`tokenlog.py`); `values` are a critic's, `returns` what it should have said; `routes` have one row per token, of a type
-of their own (`routes.py`)."""
+"""Columns with one value per token, and their types. The log-probs are under softmax(logits / temperature); `turn` is the
+index of the sample's response that the token belongs to, below 0 if it was not sampled (-2 if it begins a branch, see
+`tokenlog.py`); `values` are a critic's predictions, `returns` its targets; `routes` have one row per token, of a type of
+their own (`routes.py`)."""
 
 _TYPES = {**SAMPLE_COLUMNS, **TURN_COLUMNS, **TOKEN_COLUMNS}
 
@@ -83,7 +84,7 @@ class Batch:
 
     offsets: Indices
     columns: Mapping[str, Column]
-    """Sample and turn columns are arrays; token columns are `TokenColumn`s, also where an array was given."""
+    """Sample and turn columns are arrays; token columns are `TokenColumn`s, even if an array was given."""
 
     def __post_init__(self) -> None:
         made: dict[str, Column] = {}
@@ -107,7 +108,7 @@ class Batch:
         return len(self) if name in SAMPLE_COLUMNS else self.tokens
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What is here travels flat, without the samples of its blocks that the batch does not have."""
+        """Pickles local token columns flat, without samples of their blocks that the batch does not have."""
         return Batch, (self.offsets, {n: self._compact(n, c) for n, c in self.columns.items()})
 
     def _compact(self, name: str, column: Column) -> Column:
@@ -115,7 +116,7 @@ class Batch:
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample]) -> Batch:
-        """The batch of samples whose token logs are here."""
+        """The batch of samples whose token logs are in this process."""
         block = token_block(samples)
         lengths = [len(sample.log) for sample in samples]
         return cls.from_blocks(samples, lengths, [block], np.zeros(len(samples), np.int64), _offsets(lengths)[:-1])
@@ -129,7 +130,7 @@ class Batch:
         which: Indices,
         starts: Indices,
     ) -> Batch:
-        """A batch of samples whose token logs are elsewhere: `lengths` tokens from `starts` on of block `which`."""
+        """A batch of samples whose token logs are in blocks: `lengths` tokens from `starts` on of block `which`."""
         columns: dict[str, Column] = {
             "sample": np.array([s.id for s in samples], np.str_),
             "task": np.array([s.task.id for s in samples], np.str_),
@@ -153,7 +154,7 @@ class Batch:
         return name in self.columns
 
     def __getitem__(self, name: str) -> Array:
-        """A column as one array. A token column in several pieces is joined, which copies it: `rows` does not."""
+        """A column as one array. A token column in several pieces is copied into one; `rows` copies nothing."""
         column = self._column(name)
         return column.gathered(self.lengths, _none(name)) if isinstance(column, TokenColumn) else column
 
@@ -164,12 +165,12 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all samples."""
+        """Number of tokens of all samples."""
         return int(self.offsets[-1])
 
     @property
     def lengths(self) -> Indices:
-        """Tokens of each sample."""
+        """Number of tokens of each sample."""
         return np.diff(self.offsets)
 
     @property
@@ -189,11 +190,11 @@ class Batch:
 
     @property
     def behaviour(self) -> FloatArray:
-        """Log-probabilities of the sampler, `[tokens]`; 0 where a token was not sampled."""
+        """Log-probabilities of the sampler, `[tokens]`; 0 if a token was not sampled."""
         return self["behaviour"]
 
     def rows(self, name: str) -> list[Array]:
-        """A token or turn column as one view a sample."""
+        """A token or turn column as one view per sample."""
         column = self._column(name)
         if isinstance(column, TokenColumn):
             return column.rows(self.lengths)
@@ -206,7 +207,7 @@ class Batch:
         return np.asarray(ends[self.offsets[1:]] - ends[self.offsets[:-1]])
 
     def with_columns(self, **columns: Column) -> Batch:
-        """The same samples with columns added or replaced; a column's name says what it has one value of."""
+        """The same samples with columns added or replaced; a column's name determines its kind."""
         cast = {
             name: values if isinstance(values, TokenColumn) else np.asarray(values, dtype=_given_type(name))
             for name, values in columns.items()
@@ -214,7 +215,7 @@ class Batch:
         return Batch(self.offsets, {**self.columns, **cast})
 
     def select(self, indices: Sequence[int] | Indices) -> Batch:
-        """The samples at `indices`, in that order. Tokens stay where they are."""
+        """The samples at `indices`, in that order. Token values are not copied."""
         chosen = np.asarray(indices, dtype=np.int64)
         if len(chosen) and (chosen.min() < 0 or chosen.max() >= len(self)):
             raise IndexError(f"samples {chosen.min()} to {chosen.max()} were asked for, but the batch has {len(self)}")
@@ -226,11 +227,11 @@ class Batch:
         return column[_spanned(self.turn_offsets, samples) if name in TURN_COLUMNS else samples]
 
     def token_indices(self, indices: Indices) -> Indices:
-        """Where the tokens of the samples at `indices` lie in a flat token column, in that order."""
+        """The positions of the tokens of the samples at `indices` in a flat token column, in that order."""
         return _spanned(self.offsets, indices)
 
     def resolved(self, fetch: Fetch) -> Batch:
-        """The batch with all its tokens here."""
+        """The batch with all its tokens in this process."""
         tokens = {name: column for name, column in self.columns.items() if isinstance(column, TokenColumn)}
         return Batch(self.offsets, {**self.columns, **resolve(tokens, fetch)})
 
@@ -260,7 +261,8 @@ class Batch:
 
 
 def balanced_split(lengths: Sequence[int] | Indices, parts: int) -> list[Indices]:
-    """Assigns items to `parts` bins, longest first, each to the lightest bin. Ties go by index: the result is fixed."""
+    """Assigns items to `parts` bins, longest first, each to the lightest bin. Ties go by index: the result is
+    deterministic."""
     if parts < 1:
         raise ValueError(f"cannot split into {parts} parts")
     bins: list[tuple[int, int]] = [(0, part) for part in range(parts)]
@@ -273,7 +275,7 @@ def balanced_split(lengths: Sequence[int] | Indices, parts: int) -> list[Indices
 
 
 def token_block(samples: Sequence[Sample], mask_below: int = 0) -> ColumnBlock:
-    """The token logs of samples, one after the other; tokens of versions before `mask_below` are not to be trained on."""
+    """The token logs of samples, concatenated; tokens of versions before `mask_below` are masked."""
     columns: dict[str, Array] = {}
     for name in LOGGED:
         parts = [getattr(sample.log, name) for sample in samples]
@@ -284,8 +286,8 @@ def token_block(samples: Sequence[Sample], mask_below: int = 0) -> ColumnBlock:
 
 
 def _turn_columns(samples: Sequence[Sample]) -> dict[str, Column]:
-    """What the turns of episodes in environments were like; nothing if there are none. Among episodes, a graded answer is
-    one of a single turn: it earns the sample's reward, in the state that all answers to its task begin in."""
+    """The turn columns of environment episodes; empty if there are none. Among episodes, a graded answer counts as an
+    episode of one turn: it earns the sample's reward, in the state that all answers to its task begin in."""
     if not any(sample.turn_rewards for sample in samples):
         return {}
     rewards = [sample.turn_rewards or [sample.reward] for sample in samples]
@@ -308,7 +310,7 @@ def _offsets(lengths: Sequence[int] | Indices) -> Indices:
 
 
 def _spanned(offsets: Indices, indices: Indices) -> Indices:
-    """What lies from `offsets[i]` to `offsets[i + 1]`, for each i of the indices."""
+    """The positions from `offsets[i]` to `offsets[i + 1]`, for each i of the indices."""
     parts = [np.arange(offsets[i], offsets[i + 1]) for i in indices]
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
@@ -319,7 +321,7 @@ def _none(name: str) -> Array:
 
 
 def _given_type(name: str) -> Any:
-    """What values of a column become; None where they stay what they are."""
+    """The type that a column's values are converted to; None if they keep their type."""
     return None if name == "routes" else _dtype(name)
 
 

@@ -1,4 +1,4 @@
-"""The last box of a solution in LaTeX."""
+"""The last box of a LaTeX solution."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ _ARGUMENT = re.compile(r"\\[a-zA-Z]+|[^\s{}$.,]")
 
 
 def boxed(text: str) -> str | None:
-    """What the last `\\boxed{}` or `\\fbox{}` holds, whatever braces are in it; of `\\boxed 2` the 2; None without one.
+    """The content of the last `\\boxed{}` or `\\fbox{}`, including nested braces; for `\\boxed 2` the 2; None without
+    one.
 
-    The last box is the one that is closed last: of a box in a box the outer one, and never one that is not closed.
+    The last box is the one that is closed last: of nested boxes the outer one, and never an unclosed one.
     """
     found: str | None = None
-    opened: list[int | None] = []  # of each open brace, where its box begins, if it is one's
+    opened: list[int | None] = []  # for each open brace, where its box begins, if it is a box's
     token = _TOKENS.search(text)
     while token is not None:
         end = token.end()

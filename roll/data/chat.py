@@ -1,4 +1,4 @@
-"""A chat: a conversation whose assistant is to be imitated."""
+"""A chat: a conversation whose assistant messages are trained on."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from roll.data.tokenlog import TokenLog
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages, or tokens. Its id is unique in its source and stable from run to run."""
+    """Messages, or tokens. Its id is unique in its source and stable across runs."""
 
     id: str
     messages: tuple[Message, ...] = ()
     log: TokenLog | None = None
-    """The conversation in tokens, where it is known so: nothing is rendered then. Its responses are imitated."""
+    """The conversation as tokens, if given: then nothing is rendered. Its responses are trained on."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """Functions that the assistant may call, as JSON schemas."""
     learn: Literal["all", "last"] = "all"
-    """Which of the assistant's messages are imitated: all, or the one that the conversation ends with."""
+    """Which assistant messages are trained on: all, or the last message of the conversation."""
 
     def __post_init__(self) -> None:
         if self.log is None:
@@ -35,7 +35,7 @@ class Chat:
 
     @classmethod
     def of(cls, id: str, *said: str) -> Chat:
-        """A chat in which the user and the assistant speak by turns."""
+        """A chat in which user and assistant alternate."""
         roles = ("user", "assistant")
         return cls(id, tuple(Message(role=roles[i % 2], content=text) for i, text in enumerate(said)))
 
@@ -44,7 +44,8 @@ class Chat:
         """A task and its answer."""
         if task.environment is not None or task.answer is None:
             raise ValueError("the task has no answer to imitate")
-        answer = task.answer[0] if isinstance(task.answer, list | tuple) and task.answer else task.answer  # of several
+        # the first of several
+        answer = task.answer[0] if isinstance(task.answer, list | tuple) and task.answer else task.answer
         if not isinstance(answer, str | int | float):
             raise ValueError(f"the task's answer is a {type(answer).__name__}, not a text that can be imitated")
         return cls(task.id, (*task.messages, Message(role="assistant", content=str(answer))))

@@ -1,8 +1,8 @@
-"""Chat sources: where conversations to imitate come from.
+"""Chat sources: where conversations for SFT come from.
 
-A source is a function `(split, **options)` called with the split `train` and with `held_out`. It gives chats, lists of
-messages, or tasks, whose answers are then what the assistant says: so the tasks that a later run is measured on are the
-ones that were never imitated. What a source gives is the same from call to call.
+A source is a function `(split, **options)` called with the split `train` and with `held_out`. It returns chats, lists of
+messages, or tasks, whose answers then are the assistant's messages: so the tasks that a later run is evaluated on were
+never trained on. A source returns the same at every call.
 
 Example: the line `{"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}` of a
 `.jsonl` file and the line `{"prompt": "2+2?", "response": "4"}` are the same chat.
@@ -29,7 +29,7 @@ from roll.data.tokenlog import TokenLog
 
 ChatSource = Callable[..., Iterable[Any]]
 ELSEWHERE = {"demonstrations": "roll.env.demonstrations:demonstrations", "dagger": "roll.env.dagger:dagger"}
-"""Sources that other parts bring."""
+"""Sources that other folders implement."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ChatSet:
 
 
 def load_chats(config: DataConfig, source: ChatSource | None = None, root: str = "") -> ChatSet:
-    """All conversations of a source; `source` replaces the one the config names, whose files are found from `root`."""
+    """All conversations of a source; `source` replaces the one the config names, whose files are resolved from `root`."""
     options, name = dict(config.options), name_of(config.source, source)
     if source is None:
         source, options = _find_source(config.source, options, root)
@@ -76,10 +76,10 @@ def chat_file(
     row_mb: int = ROW_MB,
     root: str = "",
 ) -> Iterator[Chat]:
-    """A file with a conversation a row. The options name its columns: a list of `messages`; or token `ids` and their
+    """A file with one conversation per row. The options name its columns: a list of `messages`; or token `ids` and their
     `loss_mask`, as runs write them to `samples/`; or a `prompt` (text or messages) and a `response`. A share `held_out`
-    of the rows, at even distances, is held out. `subset` and `part` are a dataset's configuration and split; `columns`,
-    `rows`, `delimiter`, `quotes` and `row_mb` say how a file is laid out, as for tasks."""
+    of the rows, evenly spaced, is held out. `subset` and `part` are a dataset's configuration and split; `columns`,
+    `rows`, `delimiter`, `quotes` and `row_mb` describe the file's layout, as for tasks."""
     if not 0 <= held_out < 1:
         raise UserError(f"data.options: held_out is {held_out}: write a share from 0 to below 1")
     layout = FileLayout(tuple(columns), rows, delimiter, quotes, row_mb=row_mb)
@@ -120,7 +120,7 @@ def _find_source(name: str, options: dict[str, Any], root: str) -> tuple[ChatSou
 
 
 def _as_chat(source: str, split: Split, number: int, given: Any) -> Chat:
-    """A chat as it was given; the id of one without is its position."""
+    """The given object as a chat; without an id of its own, its position is the id."""
     try:
         if isinstance(given, Chat):
             return given

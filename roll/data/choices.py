@@ -1,7 +1,7 @@
-"""The choices of a multiple-choice task, in every form that datasets publish them in, and which one an answer names.
+"""The choices of a multiple-choice task, in every form in which datasets publish them, and which one an answer names.
 
-What always holds: choices have an order and one letter each. The letters are the published labels where those are single
-letters, else A, B, C … in order; a table's tasks have their choices as `{letter: text}`.
+Invariants: choices have an order and one letter each. The letters are the published labels if those are single letters,
+otherwise A, B, C … in order; a table's tasks have their choices as `{letter: text}`.
 
 Example: `{"text": ["ice", "fog"], "label": ["1", "2"]}` has the letters A and B; the answer `2` is its label 2, so B.
 """
@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 AnswerIs: TypeAlias = Literal["", "label", "index", "number", "text", "key"]
 """How an answer names a choice: by label, by position counted from 0 or from 1, by text, or by label or index but never
-by text; empty: whichever fits."""
+by text; empty: the first that fits."""
 _TEXTS, _LABELS = ("text", "texts"), ("label", "labels")
 _SHAPES = "a list of texts, {text: [...], label: [...]}, a list of {label, text}, or {label: text}"
 
@@ -29,7 +29,7 @@ class Choices:
     """Choices in their order."""
 
     labels: tuple[str, ...]
-    """As published, without brackets and points; letters where none were."""
+    """As published, without brackets and full stops; letters if none were published."""
     texts: tuple[str, ...]
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class Choices:
 
     @property
     def letters(self) -> str:
-        """The letter of each: what a response names it by."""
+        """The letter of each choice, by which a response names it."""
         own = all(len(label) == 1 and label in ALPHABET for label in self.labels)
         return "".join(self.labels) if own else ALPHABET[: len(self.labels)]
 
@@ -87,15 +87,15 @@ class Choices:
         return dict(zip(self.letters, self.texts, strict=True))
 
     def __str__(self) -> str:
-        """A line each, as a prompt has them: `A. ice`."""
+        """One choice per line, as in a prompt: `A. ice`."""
         return "\n".join(f"{letter}. {text}" for letter, text in self.by_letter.items())
 
     def position(self, answer: Any, by: AnswerIs = "") -> int:
-        """The position of the choice that an answer names; `ValueError` if it names none.
+        """The position of the choice that an answer names; raises `ValueError` if it names none.
 
-        Unless `by` says how it does, an answer is read as a label first, so `3` is the third of the labels `1 2 3 4`, and
-        `B` the second of texts without labels. Then a number is a position, counted from 0, or a text; a text is the text
-        of a choice, or a position.
+        Unless `by` says how, an answer is tried as a label first, so `3` is the third of the labels `1 2 3 4`, and `B`
+        the second of texts without labels. Then a number is tried as a position, counted from 0, and as a text; a text is
+        tried as the text of a choice, and as a position.
         """
         if answer is None:
             raise ValueError("the answer is null, which names no choice")
@@ -115,8 +115,8 @@ class Choices:
         raise ValueError(f"the answer {answer!r:.60} names none of the choices{named}: {have}")
 
     def shuffled(self, seed: str) -> tuple[Choices, tuple[int, ...]]:
-        """The choices in an order that depends on the seed and their texts alone, under new letters; and the positions
-        that they had."""
+        """The choices in an order that depends only on the seed and their texts, with new letters; and their former
+        positions."""
         order = sorted(range(len(self.texts)), key=lambda position: self.texts[position])
         random.Random(f"{seed}\n{sorted(self.texts)}").shuffle(order)
         return Choices.unlabelled([self.texts[position] for position in order]), tuple(order)
@@ -172,8 +172,8 @@ def _first(value: Mapping[str, Any], keys: Sequence[str]) -> Any:
 
 
 def _parsed(text: str) -> Any:
-    """The value of text that is JSON, or a Python list or dictionary. Of an array as NumPy prints it (`['ice' 'fog']`)
-    Python would join the texts."""
+    """The value of text that is JSON, or a Python list or dictionary. In an array as NumPy prints it (`['ice' 'fog']`),
+    Python would concatenate the texts."""
     joined = re.search(r"""['"]\s+['"]""", text)
     for read in (json.loads,) if joined else (json.loads, ast.literal_eval):
         try:

@@ -1,7 +1,7 @@
 """Rows of CSV and TSV files.
 
-What always holds: every row has the file's columns, or is refused with its line; a field may hold quotes, line ends and
-any amount of text; a field with nothing in it is null.
+Invariants: every row has the file's columns, or is refused with its line number; a field may contain quotes, newlines and
+any amount of text; an empty field is null.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from roll.config.errors import UserError
 from roll.data.file_layout import FileLayout, text_lines
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
-"""The character between two fields, by the ending of a file's name."""
+"""The default delimiter, by file suffix."""
 
 
 def csv_rows(path: Path, layout: FileLayout) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows with the numbers of the lines that they begin on."""
+    """The rows, with the numbers of the lines on which they begin."""
     records = _records(path, layout)
     if not records:
         return
@@ -39,7 +39,7 @@ def csv_rows(path: Path, layout: FileLayout) -> Iterator[tuple[int, dict[str, An
 
 
 def _records(path: Path, layout: FileLayout) -> list[tuple[int, list[str]]]:
-    """The fields of every record but empty lines, with the line that it begins on."""
+    """The fields of every record except empty lines, with the line on which it begins."""
     delimiter = layout.delimiter or DELIMITERS[path.suffix]
     records: list[tuple[int, list[str]]] = []
     start = 1
@@ -67,7 +67,7 @@ def _records(path: Path, layout: FileLayout) -> list[tuple[int, list[str]]]:
 
 
 def _lines(path: Path, layout: FileLayout) -> Iterator[str]:
-    """Line ends inside of fields stay as they are; those of old systems end lines too."""
+    """The lines of a file. Newlines inside fields are kept; carriage returns of old systems end lines too."""
     for line in text_lines(path, layout):
         if "\r" in line:
             yield from io.StringIO(line, newline="")

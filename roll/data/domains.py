@@ -1,7 +1,7 @@
-"""The tasks of a run with domains, from as many sources as they have.
+"""The tasks of a run with domains, from any number of sources.
 
-What always holds: every task is of a domain that has a section; its id begins with the section whose source it is from,
-so that ids of two sources never meet; a domain of weight 0 has nothing to train on.
+Invariants: every task belongs to a domain that has a section; its id begins with the section whose source it is from, so
+that ids of two sources never collide; a domain of weight 0 has no training tasks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from roll.data.sources import ELSEWHERE, TaskSet, find_generator, load_splits
 from roll.data.task import Task
 
 UNLABELLED = Task.domain
-"""The domain of a task whose source says nothing of it."""
+"""The domain of a task whose source does not name one."""
 
 
 def load_domains(domains: Mapping[str, DomainConfig], root: str = "") -> TaskSet:
-    """All tasks of all domains, those of one after those of another; files are found from `root`."""
+    """All tasks of all domains, domain by domain; files are resolved from `root`."""
     train: list[Task] = []
     held_out: list[Task] = []
     skipped: list[str] = []
@@ -42,12 +42,12 @@ def load_domains(domains: Mapping[str, DomainConfig], root: str = "") -> TaskSet
 
 
 def domains_of(tasks: Sequence[Task]) -> list[str]:
-    """In the order of their names."""
+    """The domains of the tasks, sorted."""
     return sorted({task.domain for task in tasks})
 
 
 def first_of_each(tasks: Sequence[Task], count: int) -> list[Task]:
-    """The first tasks of every domain, to look at in place of all."""
+    """The first `count` tasks of every domain, to check instead of all."""
     seen: dict[str, int] = {}
     found: list[Task] = []
     for task in tasks:
@@ -64,7 +64,7 @@ def _load(name: str, config: SourceConfig, root: str) -> TaskSet:
 
 @contextmanager
 def naming(where: str, tasks: str) -> Iterator[None]:
-    """Errors of a source say where it is named: what they say of `tasks` is of the section `tasks`."""
+    """Makes errors of a source name its setting: `tasks` in a message becomes the section `tasks`."""
     try:
         yield
     except UserError as error:
@@ -76,7 +76,7 @@ def naming(where: str, tasks: str) -> Iterator[None]:
 def _of_domains(
     section: str, config: SourceConfig, tasks: Sequence[Task], domains: Mapping[str, DomainConfig]
 ) -> Iterator[Task]:
-    """The tasks of a section's source under their domains: the section's, unless the source says another."""
+    """The tasks of a section's source with their domains: the section's, unless the source names another."""
     labelled = find_generator(config.source, {}) is None and config.source not in ELSEWHERE
     for task in tasks:
         domain = task.domain if labelled and task.domain != UNLABELLED else section

@@ -1,7 +1,7 @@
-"""The tasks of the sets that a run is evaluated on, `eval.sets`.
+"""The tasks of a run's evaluation sets, `eval.sets`.
 
-What always holds: every task of a set has the set's own domain, which no task to train on has, and an id that begins with
-the set's name: it is judged and drawn as its set says, and never meets a task of another source.
+Invariants: every task of a set has the set's own domain, which no training task has, and an id that begins with the set's
+name: it is judged and sampled as its set says, and its id never collides with a task of another source.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from roll.data.task import Task
 
 
 def with_eval_sets(tasks: TaskSet, sets: Mapping[str, EvalSetConfig], root: str = "") -> TaskSet:
-    """The tasks to train on, with those of the sets held out in place of all others; the same if there are no sets. Files
-    are found from `root`."""
+    """The training tasks, with the tasks of the sets as the only held-out tasks; unchanged if there are no sets. Files
+    are resolved from `root`."""
     if not sets:
         return tasks
     for task in tasks.train:
@@ -42,7 +42,7 @@ def with_eval_sets(tasks: TaskSet, sets: Mapping[str, EvalSetConfig], root: str 
 
 
 def _load(name: str, config: EvalSetConfig, root: str) -> TaskSet:
-    """All rows of a table that does not say which are held out, else the held-out tasks of the source, as held out."""
+    """All rows of a table without a `held_out` option, otherwise the held-out tasks of the source, as held out."""
     whole = is_table(config.source, root) and "held_out" not in config.options
     if whole:
         config = config.model_copy(update={"options": {**config.options, "held_out": 0}})

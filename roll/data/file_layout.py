@@ -1,4 +1,4 @@
-"""How the rows of a text file are laid out, as far as its name does not say, and its text."""
+"""The layout of a text file's rows, as far as its name does not determine it, and reading its text."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _ROWS_OF_A_FILE = 16
 
 @dataclass(frozen=True)
 class FileLayout:
-    """What a reader of a CSV or JSON file has to be told. The defaults fit a file with a header, or with one list."""
+    """What a reader of a CSV or JSON file needs to know. The defaults fit a file with a header, or with one list."""
 
     columns: tuple[str, ...] = ()
-    """Names of the columns of a CSV file that has no header."""
+    """Column names of a CSV file without a header."""
     rows: str = ""
-    """The key in a JSON file that the list of rows is under; `data.train` for a key inside of another."""
+    """The key of the list of rows in a JSON file; `data.train` for a nested key."""
     delimiter: str = ""
-    """The character between the fields of a CSV file; empty: a comma, in a TSV file a tab."""
+    """The delimiter of a CSV file; empty: a comma, in a TSV file a tab."""
     quotes: bool = True
-    """Whether a field of a CSV file may be in double quotes, in which case it may hold delimiters and line ends."""
+    """Whether a field of a CSV file may be in double quotes; it may then contain delimiters and newlines."""
     headerless: tuple[str, ...] = ()
-    """Names of the columns if the file turns out to have no header, which is so if ..."""
+    """Column names to use if the file has no header, which is the case if ..."""
     headers: tuple[frozenset[str], ...] = ()
-    """... none of these sets of names is in its first line."""
+    """... its first line contains none of these sets of names."""
     row_mb: int = ROW_MB
-    """MiB that a line or a record may have; a file that is read whole may have 16 times as many."""
+    """Maximum MiB of a line or a record; a file that is read as a whole may have 16 times as many."""
 
     def __post_init__(self) -> None:
         if self.row_mb < 1:
@@ -45,7 +45,7 @@ class FileLayout:
 
 
 def read_text(path: Path, layout: FileLayout) -> str:
-    """The text of a file that is read whole, in UTF-8, or in UTF-16 if it begins with the mark of that; without the
+    """The text of a file that is read as a whole, in UTF-8, or in UTF-16 if it has that byte order mark; without the
     mark."""
     most, size = layout.row_mb * _ROWS_OF_A_FILE, path.stat().st_size >> 20
     if size >= most:
@@ -57,8 +57,8 @@ def read_text(path: Path, layout: FileLayout) -> str:
 
 
 def text_lines(path: Path, layout: FileLayout) -> Iterator[str]:
-    """The lines of a text file with their ends, without the mark of its encoding. None is read that is longer than a row
-    may be."""
+    """The lines of a text file with their newlines, without the byte order mark. No line longer than a row may be is
+    read."""
     most = layout.row_mb << 20
     try:
         with path.open("rb") as file:

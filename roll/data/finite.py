@@ -1,12 +1,12 @@
-"""Which numbers a run takes from rewards and environments: one rule for all of them.
+"""The rule for numbers from rewards and environments.
 
-A reward is from -1e6 to 1e6. Trainers compute in fp32, whose step at 1e6 is 0.06: rewards of 1,000,000 and 1,000,001
+A reward is from -1e6 to 1e6. Trainers compute in fp32, whose spacing at 1e6 is 0.06: rewards of 1,000,000 and 1,000,001
 still differ there, while those of 10,000,000 and 10,000,001 give wrong advantages (docs/rewards.md has the table). Their
-squares, summed over the tokens of a step, stay far below what fp32 holds. Larger rewards are not clipped: who gives them
-means another scale, and is told so.
+squares, summed over the tokens of a step, stay far below the fp32 maximum. Larger rewards are not clipped but refused:
+their scale is probably a mistake.
 
-A number beside a reward (a metric, the info of a step) is from -1e30 to 1e30: each is finite in the fp32 in which
-trackers keep metrics, and so are sums of their squares in fp64.
+Any other number (a metric, the info of a step) is from -1e30 to 1e30: each is finite in the fp32 in which trackers store
+metrics, and so are sums of their squares in fp64.
 
 Every process that judges or acts imports this module, so it imports little but the standard library.
 """
@@ -24,7 +24,7 @@ LARGEST_METRIC = 1e30
 
 
 def reward_of(value: Any, what: str, if_async: str = "was an `await` forgotten?") -> float:
-    """A value as a reward; `ValueError` says, after `what`, why it is none."""
+    """A value as a reward; raises a `ValueError` that says, after `what`, why it is none."""
     return check_reward(finite(value, what, if_async), what)
 
 
@@ -38,7 +38,7 @@ def check_reward(number: float, what: str) -> float:
 
 
 def metric_of(value: Any, what: str, if_async: str = "was an `await` forgotten?") -> float:
-    """A value as a number beside a reward; `ValueError` says, after `what`, why it is none."""
+    """A value as a metric; raises a `ValueError` that says, after `what`, why it is none."""
     number = finite(value, what, if_async)
     if not abs(number) <= LARGEST_METRIC:
         raise ValueError(
@@ -48,7 +48,7 @@ def metric_of(value: Any, what: str, if_async: str = "was an `await` forgotten?"
 
 
 def finite(value: Any, what: str, if_async: str) -> float:
-    """A value as a finite number; `ValueError` says, after `what`, why it is none."""
+    """A value as a finite number; raises a `ValueError` that says, after `what`, why it is none."""
     if not hasattr(value, "__float__"):
         raise ValueError(f"{what} {named(value)}, not a number{hint(value, if_async)}")
     try:
@@ -61,7 +61,7 @@ def finite(value: Any, what: str, if_async: str) -> float:
 
 
 def hint(value: object, if_async: str = "was an `await` forgotten?") -> str:
-    """What was probably meant where such a value was returned."""
+    """The probable mistake behind such a return value."""
     if isinstance(value, CoroutineType):
         value.close()
         return f": {if_async}"
@@ -77,10 +77,9 @@ def named(value: object) -> str:
 
 
 def short(value: object, limit: int = 80) -> str:
-    """The beginning of a value's text. A number of thousands of digits has none, and others may raise whatever they
-    like."""
+    """The beginning of a value's repr. A number of thousands of digits has none, and a user's repr may raise anything."""
     try:
-        text = KNOWN.without(repr(value))  # before it is cut: part of a secret is one too
+        text = KNOWN.without(repr(value))  # before it is cut: a part of a secret would not be recognised
     except Exception as error:
         return f"a {type(value).__name__} that cannot be shown ({type(error).__name__})"
     return text if len(text) <= limit else f"{text[:limit]}…"

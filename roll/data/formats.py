@@ -1,8 +1,8 @@
-"""Published datasets by name: `format: arc` says which columns there are, what the model is asked and what is right.
+"""Published datasets by name: `format: arc` determines the columns, the prompt and the right answer.
 
-A format is a set of options of a table (`roll/data/row_task.py`) and nothing more; an option written beside it in a
-config replaces its own. A dataset that is published in several ways has several variants, and each row is read by
-the first variant whose columns it has. A column whose name ends in `?` may be missing.
+A format is only a set of table options (`roll/data/row_task.py`); an option in the config overrides it. A dataset that is
+published in several ways has several variants, and each row is read by the first variant whose columns it has. A column
+whose name ends in `?` may be missing.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from roll.config.suggest import did_you_mean
 
 @dataclass(frozen=True)
 class DatasetFormat:
-    """How a dataset is published."""
+    """The format of a published dataset."""
 
     rewards: tuple[str, ...]
     """The built-in rewards that can judge its tasks; the first is the usual one."""
     variants: tuple[Mapping[str, Any], ...]
-    """Options of a table for each way in which it is published."""
+    """Table options for each way in which it is published."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options that all variants have."""
+    """Options of all variants."""
     headerless: tuple[str, ...] = ()
-    """The columns of its CSV files, where those are published without a header."""
+    """The columns of its CSV files, if they are published without a header."""
 
 
 _TEXT = ("exact", "fuzzy")
@@ -61,7 +61,7 @@ FORMATS: Mapping[str, DatasetFormat] = MappingProxyType(
                 {"question": "question", "answer": "answer", "prompt": f"{{body}} {{question}}\n{_WORKED}"},
                 {"question": "Question", "answer": "Answer", "prompt": f"{{Body}} {{question}}\n{_WORKED}"},
             ),
-            # of "9 (apples)" the 9; some rows have several answers: "3 (hours); 20 (minutes)"
+            # takes the 9 from "9 (apples)"; some rows have several answers: "3 (hours); 20 (minutes)"
             options={
                 "id": "ID?",
                 "answer_pattern": r"(?s)\A\s*(.+?)\s*(?:\((?:[^()]|\([^()]*\))*\))?\s*\Z",
@@ -145,7 +145,8 @@ FORMATS: Mapping[str, DatasetFormat] = MappingProxyType(
             options={
                 "id": "key?",
                 "info": ("instruction_id_list", "kwargs"),
-                "skip": {"kwargs": r'"language": "(de|fi|it|pt|sw|vi)"'},  # the reward tells languages by their script
+                # the reward recognises languages by their script
+                "skip": {"kwargs": r'"language": "(de|fi|it|pt|sw|vi)"'},
             },
         ),
     }

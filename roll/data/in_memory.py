@@ -1,4 +1,4 @@
-"""Tasks and conversations that a program gives as objects: a list of them, rows of a table, a dataset, a data frame.
+"""Tasks and conversations that a program passes as objects: a list of them, rows of a table, a dataset, a data frame.
 
 Example: `given_tasks([{"question": "2 and 2?", "answer": 4}])` is a source of one task, and
 `given_tasks({"train": rows, "test": others})` is one whose held-out tasks are `others`.
@@ -21,7 +21,7 @@ from roll.data.task import Task
 Source: TypeAlias = Callable[..., Iterable[Any]]
 
 HELD_OUT = ("held_out", "test", "validation")
-"""Names under which what is held out may be given, beside what is under `train`."""
+"""Possible keys of the held-out part, next to `train`."""
 _TASK_FORMS = (
     "write the name of a source, a path, a list of roll.Task or of dicts with question and answer, a datasets.Dataset, a "
     "dict with train and held_out of these, or a function (split) that gives tasks"
@@ -33,17 +33,17 @@ _CHAT_FORMS = (
 
 
 def given_tasks(given: Any) -> TaskSource:
-    """The source of tasks that were given as objects."""
+    """The source of tasks passed as objects."""
     return _source("tasks", given, _tasks)
 
 
 def given_chats(given: Any) -> ChatSource:
-    """The source of conversations that were given as objects."""
+    """The source of conversations passed as objects."""
     return _source("chats", given, _chats)
 
 
 def are_splits(given: Mapping[Any, Any]) -> bool:
-    """Whether a mapping is one of splits: what to train on, and perhaps what is held out."""
+    """Whether a mapping is one of splits: `train`, and optionally a held-out part."""
     return "train" in given and set(given) <= {"train", *HELD_OUT}
 
 
@@ -96,7 +96,7 @@ def _rows(what: str, kind: str, example: str, items: list[Any]) -> GivenRows:
 
 
 def _items(what: str, given: Any) -> list[Any]:
-    """The items of a list, a dataset, a data frame or anything else that can be iterated over."""
+    """The items of a list, a dataset, a data frame or any other iterable."""
     library = type(given).__module__.partition(".")[0]
     if library == "pandas" and hasattr(given, "to_dict"):
         return list(given.to_dict("records"))
@@ -117,7 +117,7 @@ def _items(what: str, given: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Table:
-    """Rows, and what makes tasks or conversations of them."""
+    """Rows, and the function that turns them into tasks or conversations."""
 
     read: Source
     rows: GivenRows
@@ -146,7 +146,7 @@ class _Listed:
 
 @dataclass(frozen=True)
 class _Splits:
-    """What to train on, and what is held out."""
+    """A training source and a held-out source."""
 
     what: str
     train: Source
@@ -165,7 +165,7 @@ class _Splits:
 
 
 def _all_of(source: Source, options: Mapping[str, Any]) -> Iterable[Any]:
-    """All that a list or a table holds; of a function, what it has to train on."""
+    """All items of a list or a table; for a function, its training items."""
     return source("train", **options) if _is_users(source) else source("train", held_out=0, **options)
 
 
@@ -174,5 +174,5 @@ def _is_users(source: Source) -> bool:
 
 
 def _apart(item: Any) -> Any:
-    """With an id that no row to train on has."""
+    """The item with an id that no training row has."""
     return replace(item, id=f"held_out/{item.id}") if isinstance(item, Task | Chat) else item

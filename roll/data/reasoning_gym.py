@@ -1,7 +1,7 @@
 """Tasks of the package `reasoning-gym`: families of generated puzzles, each with a verifier of its own.
 
-What always holds: a task says in a few words how its puzzle is made (family, parameters, seed, size, index), so that a
-grader makes it again and nothing large travels; no question that is held out is trained on.
+Invariants: a task stores only how its puzzle is generated (family, parameters, seed, size, index), so that a grader can
+generate it again and nothing large is sent; no held-out question is trained on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from roll.config.suggest import did_you_mean
 from roll.data.task import Message, Task
 
 PREFIX = "reasoning_gym:"
-"""Before a family's name: `reasoning_gym:letter_counting`."""
+"""The prefix of a family's name: `reasoning_gym:letter_counting`."""
 
 
 def reasoning_gym(
@@ -30,8 +30,8 @@ def reasoning_gym(
     **parameters: Any,
 ) -> Iterable[Task]:
     """Puzzles of a family, or of several by weight: `{letter_counting: 2, spell_backward: {weight: 1, max_word_len: 5}}`.
-    `count` of them train and `held_out` others are held out; a puzzle to train on that also happens to be held out is
-    left out. All other options are the family's own. A task's domain is its family."""
+    `count` of them train and `held_out` others are held out; a training puzzle that equals a held-out one is left out.
+    All other options are the family's own. A task's domain is its family."""
     if not isinstance(count, int) or not isinstance(held_out, int) or count < 1 or held_out < 0:
         raise UserError(f"tasks.options: count={count}, held_out={held_out}: write a count above 0, held_out not below")
     wanted = _families(families, parameters)
@@ -56,7 +56,7 @@ def reasoning_gym(
 
 
 def make_puzzles(family: str, parameters: Mapping[str, Any], seed: int, size: int) -> Any:
-    """The dataset of `reasoning_gym`. The same arguments give the same puzzles anywhere."""
+    """The dataset of `reasoning_gym`. The same arguments give the same puzzles everywhere."""
     package = _package()
     known = package.factory.DATASETS
     if family not in known:
@@ -99,7 +99,7 @@ def _families(families: str | Mapping[str, Any], parameters: dict[str, Any]) -> 
 
 
 def _shares(count: int, weights: list[Fraction]) -> list[int]:
-    """A number cut by weights: each part is its share, rounded down or up, and all of them make the whole."""
+    """Divides a number by weights: each part is its share, rounded down or up, and the parts sum to the number."""
     ends, so_far = [0], Fraction(0)
     for weight in weights:
         so_far += weight

@@ -1,12 +1,11 @@
-"""Token columns that need not be here: blocks of flat arrays, in this process or a reference to them elsewhere.
+"""Token columns that may be remote: blocks of flat arrays, in this process or as a reference to another one.
 
-What always holds: sample i's values of a column are `length_i` consecutive values of one block, from `starts[i]` on. A
-value is a number, or, of routes (`routes.py`), a row of them.
-Selecting and joining samples only rearranges where they are; bytes are read where they are used, and there without a copy
-as far as their layout allows.
+Invariants: sample i's values of a column are `length_i` consecutive values of one block, from `starts[i]` on. A value is
+a number, or, for routes (`routes.py`), a row of them. Selecting and joining samples only changes indices; the values are
+read where they are used, without a copy if the layout allows it.
 
-Example: two groups of two samples with 3, 2 and 4, 1 tokens, each group a block: `which = [0, 0, 1, 1]`,
-`starts = [0, 3, 0, 4]`. The samples 3 and 0 of it: `which = [1, 0]`, `starts = [4, 0]`.
+Example: two groups of two samples with 3, 2 and 4, 1 tokens, one block per group: `which = [0, 0, 1, 1]`,
+`starts = [0, 3, 0, 4]`. Its samples 3 and 0: `which = [1, 0]`, `starts = [4, 0]`.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ Indices = NDArray[np.int64]
 Columns = Mapping[str, Array]
 
 BLOCK_TOKENS = 1 << 22
-"""Most tokens of a block: tens of megabytes (gigabytes with routes), so that a block costs little beside its bytes."""
+"""Maximum number of tokens per block: tens of megabytes (gigabytes with routes), so that the overhead is small."""
 
 _VALUES = "values"
 
 
 @dataclass(frozen=True)
 class RemoteRef:
-    """Stands for a block's columns in another process's memory. Only who made it knows how to fetch it."""
+    """Reference to a block's columns in another process. Only the executor that created it can fetch it."""
 
     ref: Any
 
 
 @dataclass(frozen=True, eq=False)
 class ColumnBlock:
-    """Flat token columns of some samples, one sample after the other."""
+    """Flat token columns of some samples, concatenated."""
 
     columns: Columns | RemoteRef
 
@@ -50,12 +49,12 @@ class ColumnBlock:
 
 
 Fetch = Callable[[Sequence[Any]], Sequence[Columns]]
-"""Turns references into the columns they stand for, all at once."""
+"""Resolves references to their columns, all at once."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenColumn:
-    """One column: which block each sample's values are in, and where they begin there."""
+    """One column: the block of each sample's values, and where they begin in it."""
 
     blocks: tuple[ColumnBlock, ...]
     which: Indices
@@ -65,7 +64,7 @@ class TokenColumn:
 
     @classmethod
     def flat(cls, values: Array, offsets: Indices) -> TokenColumn:
-        """A column that lies here in one piece."""
+        """A column that is in this process in one piece."""
         starts = offsets[:-1]
         return cls((ColumnBlock({_VALUES: values}),), np.zeros(len(starts), np.int64), starts)
 
@@ -80,7 +79,7 @@ class TokenColumn:
         return alike(arrays) if arrays and arrays[0].ndim > 1 else arrays
 
     def gathered(self, lengths: Indices, none: Array) -> Array:
-        """All values in one array: a view where they lie in order already, else a copy; `none` where there are none."""
+        """All values in one array: a view if they are contiguous, otherwise a copy; `none` if there are no values."""
         if len(self.blocks) == 1 and len(lengths):
             expected = self.starts[0] + np.concatenate([[0], np.cumsum(lengths[:-1])])
             if np.array_equal(self.starts, expected):
@@ -89,16 +88,17 @@ class TokenColumn:
         return np.concatenate(rows) if rows else none
 
     def select(self, indices: Indices) -> TokenColumn:
-        """The samples at `indices`; blocks that none of them is in are let go."""
+        """The samples at `indices`; unused blocks are released."""
         used, which = np.unique(self.which[indices], return_inverse=True)
         blocks = tuple(self.blocks[block] for block in used)
         return TokenColumn(blocks, which.astype(np.int64).reshape(-1), self.starts[indices], self.key)
 
     @staticmethod
     def joined(columns: Sequence[TokenColumn], parts: Sequence[Indices]) -> TokenColumn:
-        """One column of all samples, from columns of some of them each: those at `parts[i]` are in `columns[i]`."""
+        """One column of all samples, joined from columns of some of them: the samples at `parts[i]` are in
+        `columns[i]`."""
         blocks: list[ColumnBlock] = []
-        held = [column.key for column in columns if not column.is_here]  # these cannot be renamed
+        held = [column.key for column in columns if not column.is_here]  # remote blocks cannot be renamed
         key = (held or [column.key for column in columns] or [_VALUES])[0]
         samples = sum(len(part) for part in parts)
         which, starts = np.zeros(samples, np.int64), np.zeros(samples, np.int64)
@@ -111,7 +111,7 @@ class TokenColumn:
         return TokenColumn(tuple(blocks), which, starts, key)
 
     def renamed(self, key: str) -> TokenColumn:
-        """The same values under another name in their blocks, which must be here."""
+        """The same values under another name in their blocks, which must be local."""
         blocks = tuple(ColumnBlock({key: block.column(self.key)}) for block in self.blocks)
         return TokenColumn(blocks, self.which, self.starts, key)
 
@@ -121,7 +121,7 @@ class TokenColumn:
 
 
 def cut_into_blocks(lengths: Sequence[int] | Indices) -> list[list[int]]:
-    """Samples of these lengths, in order, as lists of their numbers that make a block each."""
+    """Groups samples of these lengths, in order, into lists of indices, one list per block."""
     blocks: list[list[int]] = []
     tokens = 0
     for number, length in enumerate(lengths):
@@ -144,7 +144,7 @@ def resolve(columns: Mapping[str, TokenColumn], fetch: Fetch) -> dict[str, Token
 
 
 def to_remote(column: TokenColumn, put: Callable[[Columns], Any]) -> TokenColumn:
-    """The column with references in place of the blocks that are here; `put` keeps one and returns its reference."""
+    """The column with references instead of local blocks; `put` stores a block and returns its reference."""
     return TokenColumn(
         tuple(block_to_remote(block, put) for block in column.blocks), column.which, column.starts, column.key
     )

@@ -1,10 +1,10 @@
-"""Routes: which experts of a mixture each token was sent to when its response was drawn.
+"""Routes: the experts of a mixture-of-experts model that each token was routed to when its response was sampled.
 
-One row per token, [tokens, layers · chosen], of the smallest type that the experts' numbers and one more fit into; the
-one more, `free`, stands where nothing was recorded. A model without experts has rows of width 0.
+One row per token, [tokens, layers · chosen], of the smallest type that can represent all experts and one more number,
+`free`, which means that nothing was recorded. A model without experts has rows of width 0.
 
-Example: 2 layers with 8 experts each, of which 2 are chosen, give rows of 4 bytes; [3, 5, 0, 7] says experts 3 and 5 in
-the first layer, 0 and 7 in the second; [255, 255, 255, 255] says that nothing was recorded.
+Example: 2 layers with 8 experts each, of which 2 are chosen, give rows of 4 bytes; [3, 5, 0, 7] means experts 3 and 5 in
+the first layer, 0 and 7 in the second; [255, 255, 255, 255] means that nothing was recorded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def routes_type(experts: int) -> np.dtype[Any]:
 
 
 def free(routes: Routes) -> int:
-    """The number that stands where nothing was recorded."""
+    """The number that means that nothing was recorded."""
     return int(np.iinfo(routes.dtype).max)
 
 
@@ -41,7 +41,7 @@ def signed(routes: Routes) -> NDArray[np.int16]:
 
 
 def alike(parts: Sequence[Routes]) -> list[Routes]:
-    """Rows of several logs, all of one width: a log without routes gets rows that say that nothing was recorded."""
+    """Rows of several logs, all of one width: a log without routes gets unrecorded rows."""
     like = next((part for part in parts if part.shape[1]), None)
     if like is None:
         return list(parts)

@@ -1,4 +1,4 @@
-"""From a row of a table to a task: by the columns that the options of the table name."""
+"""Turns a row of a table into a task, using the columns that the table's options name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from roll.data.task import Message, Task
 HeldOut: TypeAlias = float | int | str
 """A share of the rows, a number of them, or another table: a file, or a split of the same dataset."""
 _Part: TypeAlias = tuple[str, str | None]
-"""A text of a template, and the column that comes after it."""
+"""A literal text of a template, and the column after it."""
 
 
 @dataclass(frozen=True)
@@ -30,58 +30,58 @@ class TableOptions:
     object in the column `question`; a column with `?` after its name may be missing or null."""
 
     format: str = ""
-    """A published dataset's name (`roll/data/formats.py`): the options that it has by default."""
+    """A published dataset's name (`roll/data/formats.py`), which sets defaults for the other options."""
     question: str = "question"
     """Column with the question: a text, or a list of messages."""
     answer: str = "answer"
     """Column with the answer; empty for tasks without one."""
     answer_pattern: str = ""
-    """Regular expression: the answer is what its first group matches, or all that it matches, the last time it does."""
+    """Regular expression: the answer is its last match, or the first group of that."""
     answer_boxed: bool = False
-    """Whether the answer is what the last `\\boxed{}` in its column holds."""
+    """Whether the answer is the content of the last `\\boxed{}` in its column."""
     answer_also: str = ""
-    """Regular expression: what it matches in the answer is another right answer."""
+    """Regular expression: its match in the answer is another right answer."""
     choices: str | Sequence[str] = ""
-    """Column with the choices, or a column for each."""
+    """Column with the choices, or one column per choice."""
     answer_is: AnswerIs = ""
     """How the answer names a choice: `label`, `index` (from 0), `number` (from 1), `text`, or `key` (label or index);
-    empty: whichever fits."""
+    empty: the first that fits."""
     shuffle_choices: bool = False
-    """Whether choices come in another order, always the same for a row."""
+    """Whether choices are shuffled, always in the same order for a row."""
     id: str = ""
-    """Column with ids; without it, a task's id is its row's number."""
+    """Column with ids; without it, a task's id is its row number."""
     domain: str = ""
     """Column with domains."""
     info: Sequence[str] | None = None
-    """Columns that rewards see beside the answer; by default all others."""
+    """Columns that rewards see besides the answer; by default all others."""
     prompt: str = ""
-    """What the model is asked, with `{question}`, `{choices}` and other columns in braces."""
+    """The prompt, with `{question}`, `{choices}` and other columns in braces."""
     system: str = ""
-    """System message before it."""
+    """System message before the prompt."""
     skip: Mapping[str, str] = field(default_factory=dict)
-    """Rows to leave out: for a column, a regular expression that is found in it."""
+    """Rows to leave out: per column, a regular expression that is searched in it."""
     held_out: HeldOut = 0.1
-    """A share or a number of rows, at even distances, or another table: a file, or a split of the same dataset."""
+    """A share or a number of rows, evenly spaced, or another table: a file, or a split of the same dataset."""
     limit: int = 0
-    """How many rows, from the first, are read at most; 0 for all."""
+    """Maximum number of rows to read, from the first; 0 for all."""
     subset: str = ""
     """A dataset's configuration."""
     part: str = ""
-    """A dataset's split to train on."""
+    """The dataset's split to train on."""
     columns: Sequence[str] = ()
-    """Names of the columns of a CSV file without a header."""
+    """Column names of a CSV file without a header."""
     rows: str = ""
-    """The key in a JSON file that the rows are under."""
+    """The key of the rows in a JSON file."""
     delimiter: str = ""
-    """The character between the fields of a CSV file."""
+    """The delimiter of a CSV file."""
     quotes: bool = True
     """Whether fields of a CSV file may be in double quotes."""
     row_mb: int = ROW_MB
-    """MiB that a row of a file may have."""
+    """Maximum MiB of a row of a file."""
 
 
 class RowReader:
-    """How a row becomes a task."""
+    """Turns rows into tasks."""
 
     def __init__(self, options: TableOptions) -> None:
         self.options = options
@@ -110,7 +110,7 @@ class RowReader:
         return all(has(row, column) for column in self.needed)
 
     def task(self, row: TableRow, prefix: str = "") -> Task:
-        """`prefix` tells rows of one table from those of another."""
+        """The task of a row. `prefix` distinguishes rows of one table from those of another."""
         given = self.options
         self._check(row)
         choices = self._choices_of(row)
@@ -146,7 +146,7 @@ class RowReader:
                 raise UserError(f"{row.place}: {column!r} is null: write something there, or remove the row")
 
     def _named_by(self, column: str) -> str:
-        """Which option names the column, in words."""
+        """The option that names the column, for a message."""
         match column:
             case self.options.question:
                 return " (the option `question` names the column)"
@@ -156,7 +156,7 @@ class RowReader:
                 return ""
 
     def _info(self, row: TableRow, choices: Choices | None) -> tuple[dict[str, Any], Choices | None]:
-        """What rewards see, and the choices among it that no option names: those of a column `choices`."""
+        """The info that rewards see, and choices in it that no option names: those of a column `choices`."""
         given, values = self.options, row.values
         if given.info is None:
             info = {name: value for name, value in values.items() if name not in (given.question, given.answer)}
@@ -267,7 +267,7 @@ class RowReader:
         return answer
 
     def _chosen(self, row: TableRow, answer: Any, choices: Choices) -> int:
-        """The position of the right choice: that of the column the answer is in, or the one that the answer names."""
+        """The position of the right choice: that of the answer's column, or the one that the answer names."""
         given = self.options
         if given.answer in self._choices:
             there = [name for name in self._choices if get(row, name) is not None]
@@ -293,7 +293,7 @@ class RowReader:
 
 
 def _in_letters(answer: Any, choices: Choices) -> Any:
-    """The answer as it was, unless the letters of the choices would make it another's: published labels may be digits."""
+    """The answer unchanged, unless it would name another choice by letter: published labels may be digits."""
     try:
         position = choices.position(answer)
     except ValueError:
@@ -314,7 +314,7 @@ def has(row: TableRow, column: str) -> bool:
 
 
 def get(row: TableRow, column: str) -> Any:
-    """What a column holds; None if it may be missing, and is."""
+    """The value of a column; None if it is optional and missing."""
     if has(row, column):
         return lookup(row.values, column)
     return lookup(row.values, column[:-1]) if column.endswith("?") and has(row, column[:-1]) else None
@@ -325,7 +325,7 @@ def _is_message(value: Any) -> bool:
 
 
 def _odd(message: Any) -> str:
-    """What is wrong with what should be a message."""
+    """What is wrong with something that should be a message."""
     if not isinstance(message, dict):
         return f"is {kind_of(message)}"
     return next(
@@ -336,14 +336,14 @@ def _odd(message: Any) -> str:
 
 
 def _is_shown(value: Any) -> bool:
-    """Whether a value of a column can stand in a prompt."""
+    """Whether a value of a column can be put into a prompt."""
     if isinstance(value, list | tuple):
         return all(item is None or isinstance(item, str | int | float) for item in value)
     return value is None or isinstance(value, str | int | float)
 
 
 def name_in(place: str, column: str, value: Any) -> str:
-    """An id or a domain: a text, or a whole number as one."""
+    """An id or a domain: a text, or a whole number as text."""
     if not isinstance(value, str | int) or isinstance(value, bool):
         raise UserError(
             f"{place}: {column!r} is {kind_of(value)}, {shortened(value)}, but names are text or whole numbers"
@@ -352,7 +352,7 @@ def name_in(place: str, column: str, value: Any) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """The kind of a value, as people who write JSON call it."""
+    """The kind of a value, in the terms of JSON."""
     for kinds, said in _KINDS:
         if isinstance(value, kinds):
             return said
@@ -374,19 +374,19 @@ def shortened(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """A column in a prompt: a list is a line each."""
+    """A column's text in a prompt: a list has one line per item."""
     return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def searchable(value: Any) -> str:
-    """A column for a search: null is empty, lists and objects are JSON."""
+    """A column's text for a search: null is empty, lists and objects are JSON."""
     if value is None:
         return ""
     return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | dict) else str(value)
 
 
 def _parts(prompt: str) -> list[_Part]:
-    """A template as texts, each with the column that comes after it; the last may have none."""
+    """A template as literal texts, each with the column after it; the last may have none."""
     try:
         parts = list(Formatter().parse(prompt))
     except ValueError as error:

@@ -1,9 +1,9 @@
 """Rows of tables: of JSON, CSV and Parquet files and of Hugging Face datasets, as plain objects.
 
-What always holds: a row comes with its place, in words that a message can name and a person can find, and its position
-in the table never changes while the table does not.
+Invariants: a row has its position in words that a message can use and a person can find, and its index in the table
+changes only if the table does.
 
-A name with `*` in it stands for all files that it matches, in the order of their names: `bbh/*.json`, `MATH/**/*.json`.
+A name with `*` in it means all files that match, sorted by name: `bbh/*.json`, `MATH/**/*.json`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from roll.data.file_layout import FileLayout, read_text, text_lines
 
 FILES = (".jsonl", ".json", *DELIMITERS, ".parquet")
 HUB = "hf:"
-"""What a dataset's name begins with: `hf:openai/gsm8k`, or `hf:` and a folder that `save_to_disk` wrote."""
+"""The prefix of a dataset's name: `hf:openai/gsm8k`, or `hf:` and a folder that `save_to_disk` wrote."""
 TABLES = (f"a {either(FILES)} file", f"`{HUB}dataset`")
 """The forms of a table's name, in words."""
 Located: TypeAlias = tuple[str, str, Any]
-"""A row's place, its name and what it holds."""
+"""A row's position, its name and its values."""
 _PLAIN = FileLayout()
 _BATCH_ROWS = 1024
 _HALF = re.compile("[\ud800-\udfff]")
@@ -44,26 +44,26 @@ class TableRow:
     place: str
     """`tasks.jsonl:12`, `tasks.parquet, row 12`."""
     name: str
-    """`line-12`, `row-12`: the same as long as the rows before it are. Of several files: `algebra/7/row-1`."""
+    """`line-12`, `row-12`: stable as long as the rows before it are. With several files: `algebra/7/row-1`."""
     values: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class GivenRows:
-    """Rows that a program gave in place of a table's name."""
+    """Rows that a program passed instead of a table's name."""
 
     name: str
-    """What they were given as, for messages."""
+    """The name of the argument, for messages."""
     rows: tuple[dict[str, Any], ...]
 
 
 def is_table(name: str, root: str = "") -> bool:
-    """Whether a source's name is one of a table."""
+    """Whether a source's name is that of a table."""
     return name.endswith(FILES) or name.startswith(HUB) or is_saved(name, root)
 
 
 def is_saved(name: str, root: str = "") -> bool:
-    """Whether it is a folder, found from `root`, that the `save_to_disk` of `datasets` wrote."""
+    """Whether it is a folder, resolved from `root`, that the `save_to_disk` of `datasets` wrote."""
     folder = find_file(name, root)
     return any((folder / file).is_file() for file in _SAVED)
 
@@ -71,8 +71,8 @@ def is_saved(name: str, root: str = "") -> bool:
 def read_rows(
     table: str | GivenRows, setting: str, *, subset: str = "", part: str = "", layout: FileLayout = _PLAIN, root: str = ""
 ) -> Iterator[TableRow]:
-    """The rows of a table in their order; `setting` is what names it, from `root`. `subset` and `part` are of a dataset:
-    one of its configurations, and one of its splits. `layout` is of a file."""
+    """The rows of a table in order; `setting` is the option that names it, resolved from `root`. `subset` and `part`
+    select a configuration and a split of a dataset. `layout` is for files."""
     if isinstance(table, GivenRows):
         for position, values in enumerate(table.rows):
             yield TableRow(f"{table.name}[{position}]", f"row-{position + 1}", values)
@@ -92,7 +92,7 @@ def read_rows(
 
 
 def _files(table: str, setting: str, root: str) -> Iterator[tuple[Path, str]]:
-    """The files that a name stands for; of several, with what tells the rows of one from those of another."""
+    """The files that a name matches; if there are several, each with a prefix for the names of its rows."""
     path = Path(table).expanduser()
     path = path if path.is_absolute() else shown(find_file(table, root))
     if path.is_file() or not glob.has_magic(table):
@@ -112,7 +112,7 @@ def _files(table: str, setting: str, root: str) -> Iterator[tuple[Path, str]]:
 
 
 def _refuse_loops(pattern: Path, setting: str) -> None:
-    """`**` follows links: where one leads to a folder above it, there would be no end of files."""
+    """Refuses link cycles: `**` follows links, and a link to a parent folder would give endless files."""
     above = [*takewhile(lambda part: not glob.has_magic(part), pattern.parts)]
     waiting: list[tuple[Path, frozenset[str]]] = [(Path(*above), frozenset())]
     while waiting:
@@ -148,10 +148,10 @@ def _row(place: str, name: str, values: Any) -> TableRow:
 
 
 def json_lines(path: Path, setting: str, layout: FileLayout = _PLAIN) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file of JSON lines with the numbers of their lines; `setting` is what names the file."""
+    """The objects of a JSON lines file with their line numbers; `setting` is the option that names the file."""
     if not path.is_file():
         raise UserError(f"{setting}: there is no file {str(path)!r}")
-    # Not `splitlines`, which also cuts at separators that JSON strings may hold as they are (U+2028, U+0085).
+    # Not `splitlines`, which also splits at separators that JSON strings may contain unescaped (U+2028, U+0085).
     for number, line in enumerate(text_lines(path, layout), 1):
         if not line.strip():
             continue
@@ -165,7 +165,7 @@ def json_lines(path: Path, setting: str, layout: FileLayout = _PLAIN) -> Iterato
 
 
 def _loaded(text: str) -> Any:
-    """What JSON says; `ValueError` where it says one thing twice, or more than can be followed."""
+    """Parses JSON; raises `ValueError` for duplicate keys or too deep nesting."""
     try:
         return json.loads(text, object_pairs_hook=_object)
     except RecursionError:
@@ -181,7 +181,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _plain(value: Any, place: str, column: str) -> Any:
-    """Days, times and decimal numbers of columns that have such types as text: as other tables, and JSON, have them."""
+    """Dates, times and decimal numbers of typed columns as text, as in other tables and JSON."""
     if isinstance(value, str):
         if not value.isascii() and _HALF.search(value):
             raise UserError(f"{place}: {column!r} has half of a character (\\ud800 to \\udfff): write whole ones")
@@ -196,8 +196,8 @@ def _plain(value: Any, place: str, column: str) -> Any:
 
 
 def _json(path: Path, layout: FileLayout) -> Iterator[Located]:
-    """The rows of a JSON file: those of its list; of an object, those of the list under the key, or the object itself,
-    if no key is named and it has no list of objects; or JSON lines, which some call `.json` too."""
+    """The rows of a JSON file: those of its list; for an object, those of the list under the key, or the object itself if
+    no key is given and it has no list of objects; or JSON lines, which some name `.json` too."""
     try:
         in_lines = _is_json_lines(path, layout)
         held = None if in_lines else _loaded(read_text(path, layout))
@@ -212,7 +212,7 @@ def _json(path: Path, layout: FileLayout) -> Iterator[Located]:
 
 
 def _is_json_lines(path: Path, layout: FileLayout) -> bool:
-    """Whether the first line with something in it is an object, and there is another line."""
+    """Whether the first non-empty line is an object, and there is another line."""
     lines = (line for line in text_lines(path, FileLayout(row_mb=layout.row_mb * 16)) if line.strip())
     first = next(lines, "")
     if not first.lstrip().startswith("{"):
@@ -249,14 +249,14 @@ def _is_rows(value: Any) -> bool:
 
 
 def some(names: Iterable[str], most: int = 20) -> str:
-    """Names in a message, which a file may have thousands of."""
+    """Names for a message, shortened: a file may have thousands of them."""
     every = list(names)
     return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
 
 
 def lookup(values: Mapping[str, Any], column: str) -> Any:
-    """What a column holds; `question.stem` is also the key `stem` of the object in `question`. `KeyError` if there is no
-    such column."""
+    """The value of a column; `question.stem` may also be the key `stem` of the object in `question`. Raises `KeyError` if
+    there is no such column."""
     if column in values:
         return values[column]
     outer, dot, inner = column.partition(".")
@@ -289,7 +289,7 @@ def _parquet(path: Path, setting: str, layout: FileLayout) -> Iterator[dict[str,
 
 
 def _dataset(name: str, setting: str, subset: str, part: str, root: str) -> Iterator[Any]:
-    """The rows of a dataset: a folder, or one of the hub's."""
+    """The rows of a dataset: a folder, or one on the hub."""
     try:
         import datasets
     except ModuleNotFoundError as error:
@@ -312,7 +312,7 @@ def _dataset(name: str, setting: str, subset: str, part: str, root: str) -> Iter
 
 
 def _split(found: Any, name: str, setting: str, part: str) -> Any:
-    """One split of a dataset; the only one, or `train`, where none is asked for."""
+    """One split of a dataset; by default the only one, or `train`."""
     if not isinstance(found, dict):
         if part:
             raise UserError(f"{setting}: the dataset {name!r} has no splits, so none called {part!r}: leave it out")

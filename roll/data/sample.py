@@ -1,4 +1,4 @@
-"""A sample: one attempt at a task, and its group: the attempts compared with each other."""
+"""A sample: one attempt at a task; and its group: the attempts that are compared with each other."""
 
 from __future__ import annotations
 
@@ -10,34 +10,35 @@ from roll.data.tokenlog import TokenLog
 
 @dataclass
 class Sample:
-    """One attempt. Its id names it for ever: the noise that draws its tokens depends on nothing else but the seed."""
+    """One attempt. Its id never changes: the randomness of its tokens depends only on the id and the seed."""
 
     id: str
     task: Task
     group: int
     temperature: float
     log: TokenLog = field(default_factory=TokenLog)
-    """Empty on the controller: a sample's tokens are with the rollout worker that ran it."""
+    """Empty on the controller: the rollout worker that ran the sample has its tokens."""
     state: str = "new"
     reason: str = ""
     priority: int = 0
-    """Those with a higher one go first."""
+    """Samples with a higher priority go first."""
     greedy: bool = False
-    """Drawn at temperature 0: its reward is what its siblings' are compared with, and it is not trained on."""
+    """Sampled at temperature 0: its reward is the baseline of its siblings, and it is not trained on."""
     records: bool = True
-    """Whether engines record which experts its tokens were sent to: the trainer replays them."""
+    """Whether engines record which experts its tokens were routed to, so that the trainer can replay them."""
     tries: int = 1
-    """Attempts so far: above 1 a worker died or hung under it."""
+    """Attempts so far: above 1 if a worker died or hung while it ran."""
     kills: float = 0.0
-    """Graders and environment processes it has crashed or hung; a part of one that several may have crashed."""
+    """Graders and environment processes that it crashed or hung; a fraction if several samples may have caused a
+    crash."""
     ended: str = ""
-    """Why its response was ended early."""
+    """Why its response was stopped early."""
     turns: int = 0
     """Responses so far."""
     oldest: int | None = None
-    """Version of the weights that drew, or may have drawn, its first token; None before it has an engine."""
+    """Version of the weights that sampled, or may have sampled, its first token; None before it has an engine."""
     newest: int | None = None
-    """Version that drew its last token."""
+    """Version that sampled its last token."""
     response: Response | None = None
     """As its grader sees it; None on the controller, like its tokens."""
     tokens: int = 0
@@ -45,23 +46,23 @@ class Sample:
     finish: str | None = None
     reward: float = 0.0
     turn_rewards: list[float] = field(default_factory=list)
-    """What each turn earned in its environment; empty without one."""
+    """Reward per turn in its environment; empty without one."""
     turn_states: list[int] = field(default_factory=list)
-    """What the environment was like before each turn: equal numbers are equal states."""
+    """State key of the environment before each turn: equal numbers are equal states."""
     parts: dict[str, float] = field(default_factory=dict)
     votes: bool = False
-    """Whether its answer is asked for, to be counted with those of other attempts at its task."""
+    """Whether its answer is extracted, to be counted with those of other attempts at its task."""
     answer: str | None = None
-    """What its grader read from its response, if it was asked."""
+    """The answer that its grader extracted from its response, if requested."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Spent in each state."""
+    """Seconds spent in each state."""
     entered_s: float = 0.0
-    """When it came into its state, in seconds since the epoch."""
+    """When it entered its state, in seconds since the epoch."""
 
 
 @dataclass
 class Group:
-    """The samples of one task that are scored against each other, issued together under one index."""
+    """The samples of one task that are compared with each other, issued together under one index."""
 
     index: int
     task: Task
@@ -69,19 +70,19 @@ class Group:
     epoch: int = 0
     priority: int = 0
     version: int = 0
-    """Of the weights, when it was issued."""
+    """Version of the weights when it was issued."""
 
     @property
     def oldest(self) -> int | None:
-        """Version of the oldest token to train on; None while none can have been drawn."""
+        """Version of the oldest token to train on; None while none can have been sampled."""
         return min((s.oldest for s in self.samples if s.oldest is not None and not s.greedy), default=None)
 
     @property
     def scored(self) -> list[Sample]:
-        """Those to train on."""
+        """The samples to train on."""
         return [sample for sample in self.samples if sample.state == "scored" and not sample.greedy]
 
     @property
     def baseline(self) -> Sample | None:
-        """The greedy one, if the group has one."""
+        """The greedy sample, if the group has one."""
         return next((sample for sample in self.samples if sample.greedy), None)

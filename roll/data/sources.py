@@ -1,7 +1,7 @@
 """Task sources: where tasks come from.
 
-A source is a function `(split, **options) -> iterable of Task` called with the split `train` and with `held_out`. Its
-tasks are the same from call to call: what a run saw can be found again by a task's id.
+A source is a function `(split, **options) -> iterable of Task` called with the split `train` and with `held_out`. It
+returns the same tasks at every call, so that a task of a run can be found again by its id.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ class TaskSet:
     train: tuple[Task, ...]
     held_out: tuple[Task, ...]
     left_out: tuple[str, ...] = ()
-    """Ids of those that there is no room for."""
+    """Ids of tasks whose prompts are too long."""
     skipped: tuple[str, ...] = ()
-    """Places of the rows that options say to skip."""
+    """Positions of the rows that options skip."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Of held-out tasks that are of sets to evaluate on: the domain that their source gave them, by their ids."""
+    """For held-out tasks of evaluation sets: the domain that their source gave them, by id."""
     answers: str = ""
-    """Of how many the answers were checked, in words; empty where the reward looks at none."""
+    """How many answers were checked, in words; empty if the reward does not use answers."""
 
     @property
     def has_environments(self) -> bool:
-        """Whether some tasks are played in an environment."""
+        """Whether some tasks have an environment."""
         return any(task.environment is not None for task in (*self.train, *self.held_out))
 
 
 _WIDEST = 3000
-"""Between the numbers of `addition`: some five million pairs, all of which are in memory."""
+"""Maximum range of the numbers of `addition`: some five million pairs, all of which are in memory."""
 
 
 def addition(
@@ -71,18 +71,18 @@ def addition(
 
 
 def echo(split: Split, symbols: str = "0123456789") -> Iterable[Task]:
-    """Say the character you were given: a toy for models made from scratch. Every task is in both splits."""
+    """Repeat the given character: a toy for models trained from scratch. Every task is in both splits."""
     for symbol in symbols:
         yield Task.ask(symbol, symbol, symbol, domain="echo")
 
 
 SOURCES: dict[str, TaskSource] = {"addition": addition, "echo": echo, "reasoning_gym": reasoning_gym}
 ELSEWHERE = {"environment": "roll.env.tasks:environment_tasks"}
-"""Sources that other parts bring."""
+"""Sources that other folders implement."""
 
 
 def load_tasks(config: TasksConfig, source: TaskSource | None = None, root: str = "") -> TaskSet:
-    """All tasks of a source; `source` replaces the one the config names, whose files are found from `root`."""
+    """All tasks of a source; `source` replaces the one the config names, whose files are resolved from `root`."""
     tasks = load_splits(config, source, root)
     if not tasks.train:
         raise UserError(f"tasks: the source {name_of(config.source, source)!r} has no tasks to train on")
@@ -90,12 +90,12 @@ def load_tasks(config: TasksConfig, source: TaskSource | None = None, root: str 
 
 
 def load_splits(config: SourceConfig, source: TaskSource | None = None, root: str = "") -> TaskSet:
-    """As `load_tasks`, but there may be none to train on."""
+    """Same as `load_tasks`, but there may be no training tasks."""
     options, name = dict(config.options), name_of(config.source, source)
     if source is None:
         source, options = _find_source(config.source, options, root)
     check_options("tasks", name, source, options)
-    if config.source not in ELSEWHERE:  # an environment's are those of its process
+    if config.source not in ELSEWHERE:  # an environment's options are resolved in its process
         options = resolved(options, "tasks.options")
     tasks: dict[Split, tuple[Task, ...]] = {}
     skipped: dict[str, None] = {}
@@ -108,7 +108,7 @@ def load_splits(config: SourceConfig, source: TaskSource | None = None, root: st
 
 
 def name_of(written: str, given: Callable[..., Any] | None) -> str:
-    """What a source is called in messages: what the config has written, or the name of the object that replaces it."""
+    """The name of a source in messages: as written in the config, or that of the object that replaces it."""
     return written if given is None else getattr(given, "__qualname__", type(given).__qualname__)
 
 
@@ -124,7 +124,7 @@ def _find_source(name: str, options: dict[str, Any], root: str) -> tuple[TaskSou
 
 
 def find_generator(name: str, options: dict[str, Any]) -> tuple[TaskSource, dict[str, Any]] | None:
-    """The generator of that name, one of those that come with ROLL, and its options; None if there is none."""
+    """The built-in generator of that name and its options; None if there is none."""
     if name.startswith(PREFIX):
         return reasoning_gym, {"families": name.removeprefix(PREFIX), **options}
     return (SOURCES[name], options) if name in SOURCES else None
@@ -133,7 +133,7 @@ def find_generator(name: str, options: dict[str, Any]) -> tuple[TaskSource, dict
 def call_source(
     section: str, name: str, source: Callable[..., Iterable[Any]], split: Split, options: dict[str, Any]
 ) -> Sequence[Any]:
-    """All that a source gives for a split; `section` is the part of the config that names it."""
+    """Everything that a source returns for a split; `section` is the config section that names it."""
     try:
         given = source(split, **options)
         return given if isinstance(given, TableRows) else tuple(given)
@@ -164,7 +164,7 @@ def _check_tasks(name: str, split: Split, tasks: tuple[Task, ...]) -> None:
 
 
 def _check_messages(name: str, task: Task) -> None:
-    """Refuses a task whose id or messages are no texts: a template would write whatever they are into the prompt."""
+    """Refuses a task whose id or messages are not text: a template would write anything into the prompt."""
     if not isinstance(task.id, str):
         raise UserError(f"tasks: the source {name!r} gave a task with the id {task.id!r:.60}: ids are text")
     for number, message in enumerate(task.messages):

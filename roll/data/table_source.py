@@ -1,4 +1,4 @@
-"""Tasks from a table: which column is the question, which the answer, and what the model is asked.
+"""Tasks from a table: the columns of question and answer, and the prompt.
 
 Example: with `prompt: "{question} Answer with a number."` and `answer_pattern: "#### (.*)"`, the row `{"question": "2 and
 2?", "answer": "2 + 2 = 4\\n#### 4"}` is the task that asks `2 and 2? Answer with a number.`, whose answer is `4`.
@@ -24,7 +24,7 @@ from roll.data.task import Task
 
 
 class TableRows(list[Task]):
-    """The tasks of a table, and the places of the rows that it was told to skip."""
+    """The tasks of a table, and the positions of skipped rows."""
 
     def __init__(self, tasks: Iterable[Task], skipped: Sequence[str]) -> None:
         super().__init__(tasks)
@@ -32,7 +32,7 @@ class TableRows(list[Task]):
 
 
 def table(split: Literal["train", "held_out"], path: str | GivenRows, root: str = "", **options: Any) -> TableRows:
-    """A task per row; `path` is found from `root`, and `options` are those of `TableOptions`."""
+    """One task per row; `path` is resolved from `root`, and `options` are those of `TableOptions`."""
     check_table_options(options)
     format = find_format(options["format"]) if options.get("format") else DatasetFormat((), ({},))
     variants = [TableOptions(**{**format.options, **variant, **options}) for variant in format.variants]
@@ -59,7 +59,7 @@ def table(split: Literal["train", "held_out"], path: str | GivenRows, root: str 
 
 
 def check_table_options(options: Mapping[str, Any]) -> None:
-    """`UserError` where a table has no such option, or a value is of the wrong type."""
+    """Raises `UserError` for an unknown table option or a value of the wrong type."""
     known = list(inspect.signature(TableOptions).parameters)
     for option in options:
         if option not in known:
@@ -78,7 +78,7 @@ def _layout(common: TableOptions, format: DatasetFormat, variants: Sequence[Tabl
 
 
 class _Kept:
-    """The rows that are not to be skipped, and, once they were read, the places of those that are."""
+    """The rows that are not skipped, and, after iteration, the positions of those that are."""
 
     def __init__(self, rows: Iterator[TableRow], skip: Mapping[str, str]) -> None:
         self._rows = rows
@@ -94,7 +94,7 @@ class _Kept:
 
 
 def _task(row: TableRow, readers: Sequence[RowReader], prefix: str = "") -> Task:
-    """The row's task, by the first of several ways to read it that fits."""
+    """The row's task, by the first reader that fits."""
     fitting = next((reader for reader in readers if reader.fits(row)), None)
     if fitting is None and len(readers) > 1:
         ways = either([", ".join(reader.needed) for reader in readers])
@@ -118,13 +118,13 @@ def _other_table(path: str | GivenRows, held_out: str, root: str) -> tuple[str, 
 
 
 def _name(table: str) -> str:
-    """What the ids of a table's tasks begin with: a file's name, or of many files the last folder that they share."""
+    """The prefix of the ids of a table's tasks: a file's name, or for many files the last folder that they share."""
     parts = [Path(part).stem for part in Path(table.removeprefix(HUB)).parts]
     return next((part for part in reversed(parts) if not glob.has_magic(part)), "held_out")
 
 
 def held_out_rows(count: int, held_out: float | int) -> set[int]:
-    """Positions at even distances: of 10 rows, 2 are the fifth and the last."""
+    """Evenly spaced positions: of 10 rows, 2 are the fifth and the last."""
     if isinstance(held_out, bool) or held_out < 0 or (isinstance(held_out, float) and held_out >= 1):
         raise UserError(f"tasks.options: held_out is {held_out}: write a share below 1, or a whole number of rows")
     many = held_out if isinstance(held_out, int) else round(count * held_out)

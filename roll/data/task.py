@@ -16,22 +16,22 @@ class Message(TypedDict):
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """An environment and the episode to play in it: the same spec gives the same episode anywhere."""
+    """An environment and the episode to play in it: the same spec gives the same episode everywhere."""
 
     name: str
     """A registered name, `package.module:Class` or `path/to/file.py:Class`."""
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments the environment is made with."""
+    """Arguments of the environment's constructor."""
     code: str | bytes = ""
-    """Of a registered name, where its class is, or the class itself: for processes that did not register it."""
+    """For a registered name, the path of its class, or the pickled class: for processes that did not register it."""
     root: str = field(default="", compare=False)
-    """The folder that a relative name is found from in this process; environment processes have their own."""
+    """The folder from which this process resolves a relative name; environment processes have their own."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One thing to solve. Its id is unique in its source and stable from run to run."""
+    """One thing to solve. Its id is unique in its source and stable across runs."""
 
     id: str
     messages: tuple[Message, ...]
@@ -39,7 +39,7 @@ class Task:
     domain: str = "default"
     info: Mapping[str, Any] = field(default_factory=dict)
     environment: EnvSpec | None = None
-    """Where the attempt takes place, turn by turn; None for a single response to the messages."""
+    """The environment of a multi-turn attempt; None for a single response to the messages."""
 
     @classmethod
     def ask(cls, id: str, question: str, answer: Any = None, *, domain: str = "default", **info: Any) -> Task:

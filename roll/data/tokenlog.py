@@ -1,19 +1,19 @@
 """The token log: what happened in one attempt, append-only.
 
-What always holds: segments are never changed or removed once appended; every response token carries the log-probability
-the sampler drew it with and the version of the weights that drew it (0 and none, where it is somebody else's and only
-imitated); the loss mask is exactly the response tokens. The log may also have the experts that a branch's first tokens
-were sent to (`routes.py`).
-Training tensors are views of this log, so what is trained is what was sampled, token for token.
+Invariants: segments are never changed or removed once appended; every response token has the log-probability with which
+the sampler drew it and the version of the weights that drew it (0 and none for a response that was not sampled but is
+only imitated); the loss mask is exactly the response tokens. The log may also have the experts that a branch's first
+tokens were routed to (`routes.py`).
+Training tensors are views of this log, so the trained tokens are exactly the sampled tokens.
 
-A log may fork: where what comes next cannot follow the tokens before it (a chat template would rewrite them, or the
-conversation is shortened), the log goes on with a new prompt, and what follows attends to that alone. The branches are
-sequences of their own, trained together as one attempt.
+A log may fork: if the next input cannot follow the tokens before it (a chat template would rewrite them, or the
+conversation is shortened), the log continues with a new prompt, and the tokens after it attend only to that branch. The
+branches are separate sequences, trained together as one attempt.
 
-Example: a prompt of 5 tokens, a response of 2 drawn by version 3, an observation of 4 and a response of 1 drawn by
+Example: a prompt of 5 tokens, a response of 2 sampled by version 3, an observation of 4 and a response of 1 sampled by
 version 4 give `ids` of length 12, a mask true at 5, 6 and 11, versions -1 everywhere but 3, 3 and 4 there, and turns -1
-everywhere but 0, 0 and 1 there. Had it forked in place of the observation, the turn at 7 would be -2: there a branch
-begins.
+everywhere but 0, 0 and 1 there. If it had forked instead of the observation, the turn at 7 would be -2: a branch begins
+there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Kind = Literal["prompt", "response", "observation"]
 NO_VERSION = -1
 NO_TURN = -1
 FORK = -2
-"""In place of `NO_TURN`: this token begins a branch."""
+"""Instead of `NO_TURN`: this token begins a branch."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ class TokenLog:
     def __init__(self) -> None:
         self._segments: list[Segment] = []
         self._branch = 0
-        """Where among them the last branch begins."""
+        """Index of the segment at which the last branch begins."""
         self._branch_tokens = 0
         self._routes: list[tuple[int, Routes]] = []
-        """From which token on, rows of recorded routes."""
+        """Recorded routes: the first token's index, and one row per token."""
         self._routed = 0
 
     @classmethod
@@ -71,7 +71,7 @@ class TokenLog:
         turn: IntArray,
         routes: Routes = NO_ROUTES,
     ) -> TokenLog:
-        """The log that has these columns; what is not sampled is one segment between two responses."""
+        """The log with these columns; tokens between two responses become one segment."""
         assert np.array_equal(loss_mask, turn >= 0), "a log's mask is exactly its responses"
         log, responses = cls(), 0
         forks = turn == FORK
@@ -83,7 +83,7 @@ class TokenLog:
                 (log.fork if forks[span[0]] else log.observe if log._segments else log.prompt)(ids[span])
                 continue
             for _ in range(responses, turn[span[0]]):
-                log.respond([], [], [])  # one without tokens leaves no other trace
+                log.respond([], [], [])  # a response without tokens is visible only in the numbering
             log.respond(ids[span], behaviour[span], versions[span])
             responses = int(turn[span[0]]) + 1
         if routes.shape[1]:
@@ -94,7 +94,7 @@ class TokenLog:
 
     @classmethod
     def imitated(cls, ids: Sequence[int] | IntArray, loss_mask: Sequence[bool] | BoolArray) -> TokenLog:
-        """Tokens that nobody sampled: the responses of somebody else, with log-prob 0 and no version."""
+        """Tokens that were not sampled: responses to imitate, with log-prob 0 and no version."""
         mask = np.asarray(loss_mask, np.bool_)
         begins = mask & ~np.concatenate([[False], mask[:-1]])
         turn = np.where(mask, np.cumsum(begins) - 1, NO_TURN)
@@ -122,7 +122,7 @@ class TokenLog:
         self._append(Segment("prompt", _frozen(ids, np.int32)))
 
     def observe(self, ids: Sequence[int] | IntArray) -> None:
-        """Appends tokens that an environment said, which are not trained on."""
+        """Appends tokens of an environment's observation, which are not trained on."""
         if not self._segments:
             raise ValueError("a token log begins with its prompt, not with an observation")
         self._append(Segment("observation", _frozen(ids, np.int32)))
@@ -134,8 +134,8 @@ class TokenLog:
         versions: Sequence[int] | IntArray,
         routes: Routes | None = None,
     ) -> None:
-        """Appends sampled tokens with the sampler's log-probabilities and the version of its weights. `routes`: of the
-        branch's tokens from number `routed` on, these included, as far as they are known."""
+        """Appends sampled tokens with the sampler's log-probabilities and weight versions. `routes` has the rows of the
+        branch's tokens from index `routed` on, including these, as far as they are known."""
         if not self._segments:
             raise ValueError("a token log begins with its prompt, not with a response")
         if not len(ids) == len(logprobs) == len(versions):
@@ -147,7 +147,7 @@ class TokenLog:
             self._keep_routes(len(self) - self._branch_tokens + self._routed, _frozen(routes, routes.dtype))
 
     def _keep_routes(self, start: int, routes: Routes) -> None:
-        """Rows of tokens of the last branch, from `start` on."""
+        """Stores the routes of tokens of the last branch, from `start` on."""
         assert routes.ndim == 2, f"routes have one row per token, not the shape {routes.shape}"
         known = self._routes[0][1] if self._routes else routes
         if (routes.shape[1], routes.dtype) != (known.shape[1], known.dtype):
@@ -167,7 +167,7 @@ class TokenLog:
         self._branch_tokens += len(segment.ids)
 
     def imitate(self, ids: Sequence[int] | IntArray) -> None:
-        """Appends a response that nobody sampled."""
+        """Appends a response that was not sampled."""
         self.respond(ids, np.zeros(len(ids), np.float32), np.full(len(ids), NO_VERSION, np.int32))
 
     @property
@@ -177,12 +177,12 @@ class TokenLog:
 
     @property
     def context(self) -> IntArray:
-        """What the next token follows: the tokens of the last branch."""
+        """The context of the next token: the tokens of the last branch."""
         return _joined([s.ids for s in self._segments[self._branch :]], np.int32)
 
     @property
     def context_tokens(self) -> int:
-        """How many those are."""
+        """Number of tokens in the context."""
         return self._branch_tokens
 
     @property
@@ -192,13 +192,13 @@ class TokenLog:
 
     @property
     def behaviour(self) -> FloatArray:
-        """The sampler's log-probs; 0 where the token was not sampled."""
+        """The sampler's log-probs; 0 if the token was not sampled."""
         parts = [s.logprobs if s.logprobs is not None else np.zeros(len(s.ids), np.float32) for s in self._segments]
         return _joined(parts, np.float32)
 
     @property
     def versions(self) -> IntArray:
-        """The version that drew each token; `NO_VERSION` where the token was not sampled."""
+        """The version that sampled each token; `NO_VERSION` if the token was not sampled."""
         parts = [
             s.versions if s.versions is not None else np.full(len(s.ids), NO_VERSION, np.int32) for s in self._segments
         ]
@@ -206,8 +206,7 @@ class TokenLog:
 
     @property
     def turn(self) -> IntArray:
-        """Which response each token is of, counted from 0; `NO_TURN` where the token was not sampled, `FORK` where it
-        begins a branch."""
+        """The index of each token's response; `NO_TURN` if the token was not sampled, `FORK` if it begins a branch."""
         parts: list[IntArray] = []
         responses = 0
         for segment in self._segments:
@@ -221,7 +220,7 @@ class TokenLog:
 
     @property
     def routes(self) -> Routes:
-        """Which experts each token was sent to, one row per token."""
+        """The experts that each token was routed to, one row per token."""
         if not self._routes:
             return np.zeros((len(self), 0), NO_ROUTES.dtype)
         routes = unrecorded(len(self), self._routes[0][1])
@@ -231,31 +230,31 @@ class TokenLog:
 
     @property
     def routed(self) -> int:
-        """How many of the last branch's tokens have their routes recorded, from its first on."""
+        """Number of the last branch's tokens, from its first on, whose routes are recorded."""
         return self._routed
 
     @property
     def response_tokens(self) -> int:
-        """How many tokens were sampled."""
+        """Number of sampled tokens."""
         return sum(len(s.ids) for s in self._segments if s.kind == "response")
 
 
 def branches(turn: IntArray) -> list[slice]:
-    """Where the branches of a log with this column are."""
+    """The slices of a log's branches, from its `turn` column."""
     ends = [0, *np.flatnonzero(turn == FORK).tolist(), len(turn)]
     return [slice(begin, end) for begin, end in pairwise(ends)]
 
 
 def common_prefix(a: IntArray, b: IntArray) -> int:
-    """How many tokens two sequences have in common at their start."""
+    """The length of the common prefix of two sequences."""
     length = min(len(a), len(b))
     differing = np.flatnonzero(a[:length] != b[:length])
     return int(differing[0]) if len(differing) else length
 
 
 def begin_alike(a: IntArray, b: IntArray, count: int) -> bool:
-    """Whether two sequences have so many tokens in common at their start. Where they do not, the last of these mostly
-    tells."""
+    """Whether two sequences agree in their first `count` tokens. The last of these is compared first, since it differs in
+    most cases in which they do not."""
     if count < 1:
         return True
     if count > min(len(a), len(b)) or a[count - 1] != b[count - 1]:
@@ -264,7 +263,7 @@ def begin_alike(a: IntArray, b: IntArray, count: int) -> bool:
 
 
 def _recorded(routes: Routes) -> Routes:
-    """Without the last rows, where nothing was recorded."""
+    """The routes without trailing unrecorded rows."""
     known = np.flatnonzero((routes != free(routes)).any(axis=1))
     return _frozen(routes[: known[-1] + 1 if len(known) else 0], routes.dtype)
 
