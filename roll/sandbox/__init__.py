@@ -1,11 +1,11 @@
-"""The sandbox: untrusted Python programs, run so that they never touch the run.
+"""The sandbox: runs untrusted Python programs without access to the run.
 
     outcome = await run(Program("print(6 * 7)"))
     outcome.kind, outcome.stdout        # "ok", "42\\n"
 
-A program has no network, no environment variables, no files but the system's libraries to read and a small scratch folder
-to write, and limits on time, memory, processes and output. It is ended with all that it started. Which level of this the
-machine offers is found by trying (`survey`); docs/sandbox.md says what each level holds.
+A program has no network, no environment variables, no files except the system's libraries to read and a small scratch
+folder to write, and limits on time, memory, processes and output. It is ended with all its processes. The level of
+isolation that the machine offers is found by trying (`survey`); docs/sandbox.md describes what each level guarantees.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ __all__ = [
 
 
 async def run(program: Program, limits: Limits | None = None, sandbox: Sandbox | None = None) -> ProgramResult:
-    """Runs a program on the given level, else on the best there is. Cancelled, it kills the program."""
+    """Runs a program on the given level, or on the best available one. If cancelled, it kills the program."""
     return await execute_async(sandbox or best(), program, limits or Limits())
 
 
 def run_blocking(program: Program, limits: Limits | None = None, sandbox: Sandbox | None = None) -> ProgramResult:
-    """The same for plain functions, such as rewards in their grader processes."""
+    """The same for synchronous code, such as rewards in grader processes."""
     return execute(sandbox or best(), program, limits or Limits())

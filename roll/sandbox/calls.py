@@ -1,7 +1,7 @@
-"""Untrusted functions, called and tested from outside: what is expected of them is never where they run.
+"""Calls and tests untrusted functions from outside: the expected results are never in the process that runs them.
 
-`call_all` is for calls whose results are compared here. `check_all` is for tests that are code themselves: they run in a
-sandbox of their own, and the functions in another; a pipe joins the two.
+`call_all` is for calls whose results are compared here. `check_all` is for tests that are code themselves: they run in
+one sandbox, the functions in another, connected by pipes.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class FunctionCall:
     arguments: Sequence[Any] = ()
     named: Mapping[str, Any] = field(default_factory=dict)
     or_method: bool = False
-    """Whether, where there is no such function, it is a method of the program's class `Solution`."""
+    """Whether a method of the program's class `Solution` is called if there is no such function."""
 
 
 @dataclass(frozen=True)
 class CallReturned:
-    """What a call returned: plain values only."""
+    """The return value of a call: plain values only."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class CallFailed:
-    """A call that returned nothing usable, and why."""
+    """A call without a usable result, and why."""
 
     why: str
 
@@ -57,7 +57,7 @@ Result = CallReturned | CallFailed
 def call_all(
     sandbox: Sandbox, source: str, calls: Sequence[FunctionCall], limits: Limits
 ) -> tuple[list[Result], ProgramResult]:
-    """One result for each call, made in order in one process. After a call that ends the process, the others fail."""
+    """One result per call, in order, from one process. After a call that ends the process, the others fail."""
     requests = [
         ["solve" if call.or_method else "call", call.name, list(call.arguments), dict(call.named)] for call in calls
     ]
@@ -72,9 +72,9 @@ def call_all(
 def check_all(
     sandbox: Sandbox, source: str, setup: str, tests: Sequence[str], names: Sequence[str], limits: Limits
 ) -> tuple[list[str], ProgramResult]:
-    """For each test what went wrong, empty if nothing did; and what became of the program.
+    """The failure of each test, empty if it passed; and the result of the program.
 
-    `names` are those that tests use and do not define.
+    `names` are those that the tests use but do not define.
     """
     judge = f"from {inside('remote_tests')} import check\ncheck({setup!r}, {list(tests)!r}, {list(names)!r})"
     with contextlib.ExitStack() as closing:
@@ -94,8 +94,8 @@ def check_all(
 
 
 class _Beside:
-    """A program that runs beside this thread until it is ended. It owns its descriptors: they are closed when it is gone,
-    and who waits at their other ends hears of it."""
+    """A program that runs in a background thread until it is ended. It owns its descriptors: they are closed when it
+    ends, so that the other ends of the pipes notice."""
 
     def __init__(self, sandbox: Sandbox, program: Program, limits: Limits, stdin: int, stdout: int) -> None:
         self._stop = threading.Event()
@@ -104,7 +104,7 @@ class _Beside:
         self._thread.start()
 
     def end(self) -> ProgramResult:
-        """Ends it, and says how it was. Safe to repeat."""
+        """Ends it and returns its result. May be called again."""
         self._stop.set()
         self._thread.join(timeout=_END_S)
         if isinstance(self._ended, BaseException):
@@ -128,7 +128,8 @@ def _serving(source: str, stdin: bytes = b"") -> Program:
 
 
 def _result(line: bytes) -> Result:
-    """What a line says, which the program may have written by hand: it never raises, in time linear in the line."""
+    """The result in a line, which the program may have written itself: never raises, and takes time linear in the
+    line."""
     try:
         answer = codec.load(line, _no_value)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Which levels work on this machine, found by trying them."""
+"""Detects which isolation levels work on this machine, by trying them."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ _OLDEST = (3, 8)
 
 @dataclass(frozen=True)
 class MissingLevel:
-    """A level that does not work here, and why."""
+    """A level that does not work on this machine, and why."""
 
     level: Level
     why: str
 
 
 def best(weakest: Level = "plain", counted: bool = False) -> Sandbox:
-    """The strongest level that works here. Tried once in a process; a weak one is warned of. `SandboxError` where it is
-    weaker than the weakest that will do, or, with `counted`, the kernel does not count what programs take."""
+    """The strongest level that works on this machine, tried once per process; a weak one is logged as a warning. Raises
+    `SandboxError` if it is weaker than `weakest`, or, with `counted`, if the kernel does not account the memory of
+    programs."""
     found, why = _best()
     if LEVELS.index(found.level) > LEVELS.index(weakest):
         raise SandboxError(
@@ -67,19 +68,19 @@ def _best() -> tuple[Sandbox, str]:
 
 
 def survey() -> list[Sandbox | MissingLevel]:
-    """Every level, from the strongest."""
+    """Every level, strongest first."""
     return [try_level(level) for level in LEVELS]
 
 
 def try_level(level: Level) -> Sandbox | MissingLevel:
-    """A level that has just run a program, or why it did not."""
+    """A level that has just run a program, or why it could not."""
     try:
         sandbox = _made(level)
         found = cgroups.find()
         if isinstance(found, cgroups.NoCgroups):
             return _tried(replace(sandbox, uncounted=found.why))
         counted = _tried(replace(sandbox, cgroups=found))
-        # where groups can be made, but not joined
+        # where groups can be created but not joined
         return counted if isinstance(counted, Sandbox) else _tried(replace(sandbox, uncounted=counted.why))
     except (SandboxError, OSError) as error:
         return MissingLevel(level, str(error))
@@ -119,7 +120,7 @@ def _plain_guards() -> Iterator[Guard]:
     landlock = kernel.landlock_version()
     if own_user:
         yield "user"
-    if landlock >= 3:  # before that files can be emptied
+    if landlock >= 3:  # older versions do not prevent truncating files
         yield "files"
     if can_filter_calls():
         yield "calls"
@@ -130,7 +131,7 @@ def _plain_guards() -> Iterator[Guard]:
 
 @functools.cache
 def python(as_nobody: bool) -> Python:
-    """The interpreter for use inside: the system's, or else the one that runs ROLL if it can be read inside."""
+    """The interpreter to use inside: the system's, or the one that runs ROLL if it is readable inside."""
     as_user: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if as_nobody else {}
     here = [getattr(sys, "_base_executable", None) or sys.executable]
     for path in ["/usr/bin/python3", "/usr/local/bin/python3", *here]:
@@ -150,7 +151,7 @@ def python(as_nobody: bool) -> Python:
 
 
 def _readable(path: str, prefix: str) -> tuple[str, ...]:
-    """What must be seen inside: the system's programs and libraries, and the interpreter's own where it is elsewhere."""
+    """Paths that must be visible inside: the system's programs and libraries, and the interpreter's own if elsewhere."""
     system = ("/usr", "/bin", "/lib", "/lib64", "/sbin", "/etc/ld.so.cache")
     found = [place for place in system if os.path.exists(place) and not os.path.islink(place)]
     for place in (os.path.realpath(prefix), os.path.dirname(path)):

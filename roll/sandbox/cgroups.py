@@ -1,10 +1,11 @@
-"""The kernel's own account of what a program takes: control groups, of version 1 or 2, made as root or where delegated.
+"""Control groups, by which the kernel accounts the memory of a program: version 1 or 2, created as root or where
+delegated.
 
-A group counts what no process is seen to hold: pages that nobody maps, buffers of sockets and pipes, page tables, inodes.
-Making and removing one leaves work to the kernel, so an idle group is kept for the next program of the same process.
+A group accounts memory that is not attributed to a process: unmapped pages, buffers of sockets and pipes, page tables,
+inodes. Creating and removing one is expensive for the kernel, so an idle group is kept for the process's next program.
 
-What always holds: a group that is in use, or kept, is locked by the process that made it, and the kernel frees the lock
-when that process ends, however it ends. So a group that can be locked is a dead process's, and `sweep` removes it.
+Invariant: a group that is in use or kept is locked by the process that created it, and the kernel releases the lock when
+that process ends, however it ends. So a group that can be locked belongs to a dead process, and `sweep` removes it.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from roll.sandbox.program import Limits
 
 _NAME = "roll-sandbox-"
 _KERNEL_BYTES = 16 << 20
-"""What the kernel may need for a program that stays within its limits: stacks, page tables, pipes."""
+"""Kernel memory for a program within its limits: stacks, page tables, pipes."""
 _IDLE_SHARE = 8
-"""A group that still holds more than this part of the limit, after its program, is not used again."""
+"""A group that still holds more than this fraction of the limit after its program is not reused."""
 _TRIES = 4
 _END_S = 5.0
 _TICK_S = 0.01
@@ -35,16 +36,16 @@ _TICK_S = 0.01
 
 @dataclass(frozen=True)
 class Cgroups:
-    """Folders of the machine's in which groups can be made."""
+    """Folders in which this process can create groups."""
 
     version: Literal[1, 2]
     memory: str
     pids: str = ""
-    """The same folder in version 2. Empty where processes are not counted."""
+    """The same folder in version 2. Empty if processes are not counted."""
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Each hierarchy's, memory first."""
+        """One per hierarchy, memory first."""
         return (self.memory, self.pids) if self.pids not in ("", self.memory) else (self.memory,)
 
     @property
@@ -54,7 +55,7 @@ class Cgroups:
 
 @dataclass(frozen=True)
 class NoCgroups:
-    """Why the kernel counts nothing here."""
+    """Why no control groups can be used."""
 
     why: str
 
@@ -68,8 +69,8 @@ class _Mount:
 
 
 def find(mounts: str = "", membership: str = "") -> Cgroups | NoCgroups:
-    """Where this process can make groups that count memory, found by making one. The texts are those of
-    `/proc/self/mountinfo` and `/proc/self/cgroup`, if not given."""
+    """Where this process can create groups that account memory, found by creating one. The arguments default to the
+    contents of `/proc/self/mountinfo` and `/proc/self/cgroup`."""
     try:
         mounts = mounts or _read("/proc/self/mountinfo")
         membership = membership or _read("/proc/self/cgroup")
@@ -100,7 +101,7 @@ def _mounts(text: str) -> Iterator[_Mount]:
 
 
 def _own(mount: _Mount, membership: str) -> str:
-    """This process's group in a hierarchy, as a folder; the mount's own where it is not below that."""
+    """This process's group in a hierarchy, as a folder; the mount point if the group is not below it."""
     for line in membership.splitlines():
         number, controllers, path = line.split(":", 2)
         if mount.controllers & set(controllers.split(",")) if mount.version == 1 else number == "0":
@@ -129,7 +130,7 @@ def _pids_folder(mount: _Mount, memory: str, known: Sequence[_Mount], membership
 
 
 def _refusal(mount: _Mount, folder: str) -> str:
-    """Why no group can be made in a folder; empty if one was made, and removed again."""
+    """Why no group can be created in a folder; empty if one was created, and removed again."""
     if mount.version == 2 and (why := _hands_down(folder)):
         return why
     trial = os.path.join(folder, f"{_NAME}{secrets.token_hex(8)}")
@@ -142,7 +143,7 @@ def _refusal(mount: _Mount, folder: str) -> str:
 
 
 def _hands_down(folder: str) -> str:
-    """Has version 2 count memory in the folder's groups. Why it does not, or empty."""
+    """Makes version 2 account memory in the folder's groups. Returns why it does not, or ""."""
     if "memory" in _words(f"{folder}/cgroup.subtree_control"):
         return ""
     there = _words(f"{folder}/cgroup.controllers")
@@ -152,7 +153,7 @@ def _hands_down(folder: str) -> str:
     try:
         _write(f"{folder}/cgroup.subtree_control", wanted)
     except OSError as error:
-        # of version 2, a group has either processes or groups that count
+        # in version 2, a group has either processes or child groups with controllers
         return f"the groups of {folder} cannot be made to count memory: {error.strerror}"
     return ""
 
@@ -164,7 +165,7 @@ class Cgroup:
         self._version = cgroups.version
         self._name = f"{_NAME}{secrets.token_hex(8)}"
         self.folders = [os.path.join(folder, self._name) for folder in cgroups.folders]
-        """Its own in each hierarchy, memory first."""
+        """Its folder in each hierarchy, memory first."""
         self._set: dict[str, int] = {}
         self._counts_pids = bool(cgroups.pids)
         self._closing = contextlib.ExitStack()
@@ -181,7 +182,7 @@ class Cgroup:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for folder in self.folders[1:]:
             os.mkdir(folder, 0o755)
-        # Version 1 moves a single thread, as the program is at first, without stopping every other fork for a while.
+        # Version 1 can move a single thread, which the program is at first, without blocking every other fork.
         name = "tasks" if self._version == 1 else "cgroup.procs"
         self.joins = tuple(self._opened(f"{folder}/{name}") for folder in self.folders)
         """Descriptors by which a process joins: it writes `0` to each."""
@@ -196,7 +197,7 @@ class Cgroup:
         return fd
 
     def limit(self, limits: Limits) -> None:
-        """What all processes in it may take together, from now on."""
+        """Sets the limits of all its processes together."""
         self._limit_bytes = (limits.memory_mb << 20) + limits.scratch_bytes + _KERNEL_BYTES
         memory, pids = self.folders[0], self.folders[-1]
         if self._version == 1:
@@ -209,7 +210,7 @@ class Cgroup:
             self._put(f"{pids}/pids.max", limits.processes)
 
     def _limit_memory_v1(self, folder: str) -> None:
-        """The limit with swap must never be the lower one."""
+        """Sets both limits in the order in which the one with swap is never the lower one."""
         paths = [f"{folder}/memory.limit_in_bytes", f"{folder}/memory.memsw.limit_in_bytes"]
         if not os.path.exists(paths[1]):
             paths = paths[:1]
@@ -224,11 +225,11 @@ class Cgroup:
             self._set[path] = value
 
     def ran_out(self) -> bool:
-        """Whether the kernel has ended a process since the program began, because there was no memory left for it."""
+        """Whether the kernel has killed a process for lack of memory since the program began."""
         return self._kills() > self._killed
 
     def empty(self) -> bool:
-        """Ends what is still in it, and makes it ready for the next program; False if it should not be used again."""
+        """Kills its remaining processes and prepares it for the next program; False if it should not be reused."""
         until_s = time.monotonic() + _END_S
         while pids := self._pids():
             if time.monotonic() > until_s:
@@ -251,7 +252,7 @@ class Cgroup:
         return next((int(line[1]) for line in lines if line[0] == "oom_kill"), 0)
 
     def remove(self) -> None:
-        """Gives it back to the kernel. One that still has processes is left for a later sweep."""
+        """Removes the group. One that still has processes is left for a later sweep."""
         for folder in reversed(self.folders):
             with contextlib.suppress(OSError):
                 os.rmdir(folder)
@@ -259,7 +260,7 @@ class Cgroup:
 
 
 class CgroupPool:
-    """The groups of one process, made as they are needed and kept while they are idle."""
+    """The groups of one process, created on demand and kept while idle."""
 
     def __init__(self, cgroups: Cgroups) -> None:
         self._cgroups = cgroups
@@ -268,12 +269,12 @@ class CgroupPool:
 
     @contextlib.contextmanager
     def group(self, limits: Limits) -> Iterator[Cgroup]:
-        """A group in which a program may take that much. Whatever is in it at the end is ended."""
+        """A group with these limits for one program. Processes that are left in it at the end are killed."""
         group = self._limited(limits)
         is_usable = False
         try:
             yield group
-            with contextlib.suppress(OSError):  # it is not there any more
+            with contextlib.suppress(OSError):  # it no longer exists
                 is_usable = group.empty()
         finally:
             if is_usable:
@@ -286,7 +287,7 @@ class CgroupPool:
         with self._lock:
             idle = self._idle.pop() if self._idle else None
         if idle is not None:
-            with contextlib.suppress(OSError):  # it holds more than the new limit, or is not there any more
+            with contextlib.suppress(OSError):  # it holds more than the new limit, or no longer exists
                 idle.limit(limits)
                 return idle
             idle.remove()
@@ -301,11 +302,11 @@ class CgroupPool:
     def _new(self) -> Cgroup:
         for _ in range(_TRIES):
             with contextlib.suppress(FileNotFoundError):
-                return Cgroup(self._cgroups)  # another process took it for a dead one's before it was locked
+                return Cgroup(self._cgroups)  # another process removed it as a dead one's before it was locked
         return Cgroup(self._cgroups)
 
     def close(self) -> None:
-        """Removes those that are idle."""
+        """Removes the idle groups."""
         with self._lock:
             idle, self._idle = self._idle, []
         for group in idle:
@@ -323,20 +324,20 @@ def _groups(cgroups: Cgroups, pid: int) -> CgroupPool:
 
 
 def groups_of(cgroups: Cgroups) -> CgroupPool:
-    """This process's groups: a fork has its own. The first time, those of dead processes are removed."""
+    """This process's groups: a fork has its own. The first call removes those of dead processes."""
     return _groups(cgroups, os.getpid())
 
 
 def sweep(mounts: str = "") -> int:
-    """Removes the groups of processes that have ended, wherever they are on this machine, and says how many. The text is
-    that of `/proc/self/mountinfo`, if not given."""
+    """Removes the groups of dead processes on this machine and returns their number. The argument defaults to the content
+    of `/proc/self/mountinfo`."""
     try:
         known = list(_mounts(mounts or _read("/proc/self/mountinfo")))
     except OSError:
         return 0
     tops = [mount.folder for mount in known if mount.version == 2 or "memory" in mount.controllers]
     apart = [mount.folder for mount in known if "pids" in mount.controllers and mount.folder not in tops]
-    others = [path for top in apart for path in _left(top)]  # before the first: each has its namesake there
+    others = [path for top in apart for path in _left(top)]  # before the memory groups, which have the same names
     count = sum(_remove_if_dead(path) for top in tops for path in _left(top))
     alive = {os.path.basename(path) for top in tops for path in _left(top)}
     for path in others:
@@ -365,7 +366,7 @@ def _remove_if_dead(path: str) -> bool:
 
 
 def _left(top: str) -> list[str]:
-    """All groups of this module's below a folder."""
+    """All groups of this module below a folder."""
     return [os.path.join(folder, name) for folder, names, _ in os.walk(top) for name in names if name.startswith(_NAME)]
 
 

@@ -1,7 +1,7 @@
-"""One execution, from its start to its outcome.
+"""One execution of a program, from its start to its result.
 
-What always holds: it ends, at most `wall_s` after the program began (and `_START_S` before that) plus the moments that it
-takes to kill it, whatever the program does; and when it has ended, so has every process that the program started.
+Invariants: it ends at most `wall_s` after the program began (and `_START_S` before that) plus the time to kill it,
+whatever the program does; and when it has ended, so has every process that the program started.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from roll.sandbox.usage import first_children, has_room, holds_more
 _log = logging.getLogger(__name__)
 
 _START_S = 20.0
-"""Seconds a sandbox may take to start the program: they are the machine's, not the program's."""
+"""Time for a sandbox to start the program; it does not count as the program's."""
 _TICK_S = 0.05
 _END_S = 5.0
 _CLEAN_S = 20.0
-"""Seconds in which a supervisor has ended and removed what a program left behind."""
+"""Time for a supervisor to end and remove everything that a program left behind."""
 _READ_BYTES = 1 << 16
 
 _FIRST = re.compile(rb'"child-pid": *([0-9]+)')
@@ -47,19 +47,19 @@ _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0
 
 @dataclass
 class _Watch:
-    """What is known of an execution while it runs."""
+    """The state of a running execution."""
 
     process: subprocess.Popen[bytes]
     limits: Limits
     scratch: Scratch | None
-    """The folder to watch, where the kernel does not limit it."""
+    """The folder to watch, if the kernel does not limit it."""
     group: Cgroup | None
-    """What counts the program's memory; without, it is watched."""
+    """Accounts the program's memory; without it, the memory is watched."""
     started_s: float = field(default_factory=time.monotonic)
     begun_s: float | None = None
     ended_s: float | None = None
     said: bytes = b""
-    """What the sandbox said of itself: with which process all others end, and that the program began, and ended."""
+    """Status messages of the sandbox: the process with which all others end, and that the program began and ended."""
     stdout: bytearray = field(default_factory=bytearray)
     stderr: bytearray = field(default_factory=bytearray)
 
@@ -77,7 +77,7 @@ class _Watch:
         return None
 
     def hear(self, data: bytes) -> None:
-        """Takes what the sandbox says of itself."""
+        """Takes status messages of the sandbox."""
         self.said += data
         if self.begun_s is None and BEGUN in self.said:
             self.begun_s = time.monotonic()
@@ -85,26 +85,26 @@ class _Watch:
             self.ended_s = time.monotonic()
 
     def seconds(self) -> float:
-        """How long the program has taken, or took."""
+        """The program's run time so far, or in total."""
         return (self.ended_s or time.monotonic()) - (self.begun_s or self.started_s)
 
     def lacks_memory(self) -> bool:
-        """Whether it holds more memory than it may."""
+        """Whether it exceeds its memory limit."""
         if self.group is not None:
             return self.group.ran_out()
         own = [self.process.pid, *(() if self.scratch is not None else first_children(self.process.pid))]
         return holds_more(self.process.pid, self.limits.memory_mb << 20, own)
 
     def lacks_disk(self) -> bool:
-        """Whether its scratch folder has more in it than it may."""
+        """Whether its scratch folder exceeds its limit."""
         if self.scratch is not None:
             return self.scratch.exceeds(self.process.pid)
         return not has_room(self.process.pid, SCRATCH, self.limits.scratch_files)
 
 
 class _Look:
-    """Looks again and again whether a program is beyond a limit, in a thread of its own: a program with many mappings can
-    make one look take seconds, and its time would not end meanwhile."""
+    """Checks repeatedly whether a program exceeds a limit, in a thread of its own: a program with many mappings can make
+    one check take seconds, during which its deadline would not be enforced."""
 
     def __init__(self, exceeds: Callable[[], bool]) -> None:
         self._exceeds, self._stop = exceeds, threading.Event()
@@ -113,7 +113,7 @@ class _Look:
         self._thread.start()
 
     def found(self) -> bool:
-        """Whether it has been seen beyond the limit."""
+        """Whether it was found to exceed the limit."""
         if isinstance(self._found, BaseException):
             raise self._found
         return self._found
@@ -133,14 +133,14 @@ class _Look:
 
 @dataclass
 class _Looks:
-    """Both limits that the kernel does not hold, from the moment when the program has run for a while."""
+    """The checks of both limits that the kernel does not enforce, started when the program has run for a while."""
 
     watch: _Watch
     began_s: float = field(default_factory=time.monotonic)
     _looks: dict[Kind, _Look] = field(default_factory=dict)
 
     def excess(self) -> Kind | None:
-        """Which limit it is beyond."""
+        """The limit that it exceeds."""
         if self.watch.begun_s is None or self.watch.ended_s is not None:
             return None
         if not self._looks and time.monotonic() - self.began_s > _TICK_S:
@@ -148,7 +148,7 @@ class _Looks:
         return next((kind for kind, look in self._looks.items() if look.found()), None)
 
     def end(self) -> None:
-        """After the program's end, which ends every look."""
+        """Ends the checks, after the program has ended."""
         for look in self._looks.values():
             look.end()
 
@@ -163,10 +163,10 @@ def execute(
     stopped: Callable[[], bool] = lambda: False,
     tidy: bool = False,
 ) -> ProgramResult:
-    """Runs a program and waits for its end, which comes at once when `stopped` says so.
+    """Runs a program and waits for its end, which comes at once if `stopped` returns True.
 
-    Given as descriptors, standard input and output are another's: the outcome has no text of them. With `tidy`, scratch
-    folders that earlier runs left behind are removed too.
+    If standard input and output are given as descriptors, the result does not contain their text. With `tidy`, also
+    removes scratch folders that earlier runs left behind.
     """
     scratch = scratch_of(sandbox)
     with (
@@ -196,7 +196,7 @@ def execute(
 
 
 async def execute_async(sandbox: Sandbox, program: Program, limits: Limits) -> ProgramResult:
-    """The same in a thread of its own, which must live while the program does: the kernel ends the one with the other."""
+    """The same in a thread of its own, which must live as long as the program: the kernel ends the program with it."""
     loop, stop = asyncio.get_running_loop(), threading.Event()
     done: asyncio.Future[ProgramResult] = loop.create_future()
 
@@ -205,7 +205,7 @@ async def execute_async(sandbox: Sandbox, program: Program, limits: Limits) -> P
             outcome: ProgramResult | BaseException = execute(sandbox, program, limits, stopped=stop.is_set)
         except BaseException as error:
             outcome = error
-        with contextlib.suppress(RuntimeError):  # the loop has gone
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(_settle, done, outcome)
 
     threading.Thread(target=work, name="sandbox", daemon=True).start()
@@ -221,14 +221,14 @@ async def execute_async(sandbox: Sandbox, program: Program, limits: Limits) -> P
 def _settle(done: asyncio.Future[ProgramResult], outcome: ProgramResult | BaseException) -> None:
     if isinstance(outcome, BaseException):
         done.set_exception(outcome)
-        done.exception()  # who was cancelled does not ask any more
+        done.exception()  # retrieved so asyncio does not warn if the caller was cancelled
     else:
         done.set_result(outcome)
 
 
 @contextlib.contextmanager
 def _counted(sandbox: Sandbox, limits: Limits) -> Iterator[Cgroup | None]:
-    """A group in which the kernel counts what the program takes, if there are any."""
+    """A group in which the kernel accounts the program's memory, if there are control groups."""
     if sandbox.cgroups is None:
         yield None
         return
@@ -252,7 +252,7 @@ def _started(
     tidy: bool,
     group: Cgroup | None,
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """The process, and the descriptor on which it says that the program begins."""
+    """The process, and the descriptor of its status messages."""
     with contextlib.ExitStack() as closing:
         status, theirs = os.pipe()
         closing.callback(os.close, status)
@@ -288,7 +288,7 @@ def _started(
 
 
 def _watched(watch: _Watch, looks: _Looks, status: int, stopped: Callable[[], bool]) -> Kind | None:
-    """Collects output until the program has ended, or has to be ended because of what is returned."""
+    """Collects output until the program has ended, or until it has to be ended for the returned reason."""
     streams: dict[IO[bytes], bytearray] = {}
     for stream, kept in ((watch.process.stdout, watch.stdout), (watch.process.stderr, watch.stderr)):
         if stream is not None:
@@ -310,7 +310,7 @@ def _watched(watch: _Watch, looks: _Looks, status: int, stopped: Callable[[], bo
                 return None
             if watch.process.poll() is not None:
                 watch.hear(_rest(status, _READ_BYTES))
-                for stream, kept in streams.items():  # what was written before the end
+                for stream, kept in streams.items():  # output written before the end
                     kept += _rest(stream.fileno(), watch.limits.output_bytes)
                 return watch.verdict(stopped) if watch.begun_s is not None else None
 
@@ -338,7 +338,7 @@ def _take(
 
 
 def _rest(fd: int, limit: int) -> bytes:
-    """What can be read at once."""
+    """Everything that can be read without blocking."""
     found = b""
     with contextlib.suppress(BlockingIOError):
         while len(found) <= limit and (data := os.read(fd, _READ_BYTES)):
@@ -347,7 +347,7 @@ def _rest(fd: int, limit: int) -> bytes:
 
 
 def _end(process: subprocess.Popen[bytes], gently: bool) -> None:
-    """Ends the process and, with it, all that it started: on the plain level it does that itself when it is asked to."""
+    """Ends the process and all its descendants: on the plain level it ends them itself when it gets SIGTERM."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM if gently else signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -361,13 +361,13 @@ def _end(process: subprocess.Popen[bytes], gently: bool) -> None:
 
 
 def _wait_for_last(said: bytes) -> None:
-    """Waits until the first process of the sandbox's own namespace is gone: the kernel ends all others before it."""
+    """Waits until the first process of the sandbox's PID namespace has ended: the kernel ends all others before it."""
     found = _FIRST.search(said)
     if found is None:
         return
     try:
         first = os.pidfd_open(int(found[1]))
-    except OSError:  # it is gone
+    except OSError:  # it has ended
         return
     try:
         poller = select.poll()

@@ -1,4 +1,4 @@
-"""The levels of the sandbox, from the strongest, and what each of them holds."""
+"""The isolation levels of the sandbox, strongest first, and what each of them guarantees."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Guard: TypeAlias = Literal["user", "files", "network", "signals", "calls"]
 
 NOBODY = 65534
 FIRST_USER = 2_000_000_000
-"""Plus the number of a process, it is a user that no account and no container manager has."""
+"""Plus a process id, this is a user id that no account and no container manager uses."""
 
 LANDLOCK_SIGNALS = 6
-"""The version of Landlock from which it keeps signals from processes outside."""
+"""The Landlock version that blocks signals to processes outside."""
 
 MISSING: Mapping[Guard, str] = MappingProxyType(
     {
@@ -30,12 +30,12 @@ MISSING: Mapping[Guard, str] = MappingProxyType(
         "calls": "programs can make any system call, and take memory that no limit counts",
     }
 )
-"""What it means that a level lacks a guard."""
+"""The consequence of a missing guard."""
 
 
 @dataclass(frozen=True)
 class Python:
-    """An interpreter for use inside."""
+    """An interpreter to use inside the sandbox."""
 
     path: str
     version: str
@@ -47,19 +47,19 @@ class Python:
 class Sandbox:
     """A level that works on this machine.
 
-    Time, memory, processes, output and scratch space are limited on every level, no environment variable gets in, and all
-    that a program started ends with it. The guards are what differs.
+    Time, memory, processes, output and scratch space are limited on every level, no environment variable is passed on,
+    and all processes of a program end with it. The levels differ in their guards.
     """
 
     level: Level
     python: Python
     guards: frozenset[Guard]
     tool: str = ""
-    """Where bubblewrap is, on its level."""
+    """The path of bubblewrap, on its level."""
     cgroups: Cgroups | None = None
-    """Where the kernel counts what programs take. Without, they are watched, and take memory that is not seen."""
+    """Where the kernel accounts the memory of programs. Without it, they are watched, and some memory is not seen."""
     uncounted: str = ""
-    """Why the kernel does not count."""
+    """Why the kernel does not account memory."""
 
     @property
     def missing(self) -> list[str]:
@@ -68,7 +68,7 @@ class Sandbox:
 
     @property
     def memory(self) -> str:
-        """One line: how the memory of programs is held, and what is left."""
+        """One line: how the memory of programs is limited, and what is not accounted."""
         if self.cgroups is not None:
             leave = "" if self.guards & {"user", "files"} else "; programs could leave the group"
             return f"counted by the kernel ({self.cgroups.label}){leave}"
@@ -77,7 +77,7 @@ class Sandbox:
 
     @property
     def held_by(self) -> str:
-        """One line: what shuts programs in."""
+        """One line: what isolates programs."""
         if self.level != "plain":
             return self.level
         kinds = {"user": "a user of its own", "files": "Landlock", "calls": "seccomp"}

@@ -1,4 +1,4 @@
-"""How a program is started on each level: the command, and what the interpreter inside begins with."""
+"""How a program is started on each level: the command, and the interpreter's first code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _COMMAND = (
     "exec(marshal.loads(loader))"
 )
 
-# What a module is given as, is its code where it is the sandbox's own, and else its text.
+# A module is given as code if it is the sandbox's own, otherwise as text.
 _LOADER = """
 sys.path[:] = [place for place in sys.path if place]
 def load(modules):
@@ -69,22 +69,22 @@ marshal.dump(codes, sys.stdout.buffer, 2)
 """
 _COMPILE_S = 60.0
 _ANY_VERSION = 2
-"""The form of marshalled data, other than code, that every Python reads."""
+"""The marshal version, for data other than code, that every Python reads."""
 
 
 @functools.cache
 def source_of(name: str) -> str:
-    """The text of a module that runs inside."""
+    """The source of a module that runs inside."""
     return resources.files(_INSIDE).joinpath(f"{name}.py").read_text(encoding="utf-8")
 
 
 def inside(name: str) -> str:
-    """What a module that runs inside is called there."""
+    """The name, inside the sandbox, of a module that runs there."""
     return f"{_INSIDE}.{name}"
 
 
 def command(sandbox: Sandbox, limits: Limits, payload: int, filter_fd: int, info: int) -> list[str]:
-    """What starts the interpreter, shut in if the level has a tool for that."""
+    """The command that starts the interpreter, isolated if the level has a tool for that."""
     python = [sandbox.python.path, "-s", "-c", _COMMAND, str(payload)]
     return [*_bubblewrap(sandbox, limits, filter_fd, info), *python] if sandbox.level == "bubblewrap" else python
 
@@ -99,8 +99,8 @@ def payload(
     joins: Sequence[int] = (),
     tidy: bool = False,
 ) -> bytes:
-    """What the interpreter begins with. It reaches the program by no way that another process could see. `joins` are
-    descriptors of the control groups that count what the program takes."""
+    """What the interpreter loads first. No other process can see it. `joins` are descriptors of the control groups that
+    account the program's memory."""
     config = _config(sandbox, program, limits)
     config |= {"scratch": scratch, "status": status_fd, "joins": list(joins), "tidy": tidy}
     codes = _codes(sandbox.python.path)
@@ -114,14 +114,14 @@ def payload(
 
 @functools.cache
 def _sources() -> Mapping[str, str]:
-    """The texts of all modules that run inside, by what they are called there."""
+    """The sources of all modules that run inside, by their names there."""
     return {inside(name): source_of(name) for name in _MODULES}
 
 
 @functools.cache
 def _codes(python: str) -> Mapping[str, bytes]:
-    """What an interpreter makes of those texts, and of the loader, which has no name. Made once in a process: otherwise
-    it would be a third of every execution's time."""
+    """These sources and the loader (named ""), compiled by an interpreter, once per process: otherwise compiling would
+    take a third of every execution's time."""
     texts = marshal.dumps({"": _LOADER, **_sources()}, _ANY_VERSION)
     try:
         done = subprocess.run(
@@ -134,7 +134,7 @@ def _codes(python: str) -> Mapping[str, bytes]:
 
 
 def call_filter(sandbox: Sandbox) -> bytes:
-    """What seccomp refuses; empty where it is not there."""
+    """The seccomp filter; empty if there is none."""
     if "calls" not in sandbox.guards:
         return b""
     plain, counted = sandbox.level == "plain", sandbox.cgroups is not None
@@ -146,13 +146,13 @@ def call_filter(sandbox: Sandbox) -> bytes:
         counted=counted,
         own_user=own_user,
     )
-    # below bubblewrap's own first process the program is the second
+    # the program is the second process, after bubblewrap's own
     return kernel.for_process(made, 2) if sandbox.level == "bubblewrap" else made
 
 
 @contextlib.contextmanager
 def sealed(content: bytes) -> Iterator[int]:
-    """A file descriptor to read the content from, which no holder can change or make larger."""
+    """A descriptor to read the content from, which no holder can change or enlarge."""
     if not hasattr(os, "memfd_create"):
         with tempfile.TemporaryFile() as file:
             file.write(content)
@@ -174,10 +174,11 @@ def sealed(content: bytes) -> Iterator[int]:
 
 
 def scratch_of(sandbox: Sandbox) -> str:
-    """Where the scratch folder of an execution is: on the plain level a new folder of the machine's."""
+    """The path of an execution's scratch folder: on the plain level a new folder of the machine."""
     if sandbox.level != "plain":
         return SCRATCH
-    place = "/tmp" if "user" in sandbox.guards else tempfile.gettempdir()  # which another user may not reach
+    # the latter may not be accessible to another user
+    place = "/tmp" if "user" in sandbox.guards else tempfile.gettempdir()
     return os.path.join(place, FOLDER + secrets.token_hex(8))
 
 
@@ -208,7 +209,7 @@ def _config(sandbox: Sandbox, program: Program, limits: Limits) -> dict[str, Any
 
 
 def devices(sandbox: Sandbox) -> list[str]:
-    """What programs see of the machine's devices. Mappings of /dev/zero can be shared memory, which must be counted."""
+    """The devices that programs see. Mappings of /dev/zero can be shared memory, which must be accounted."""
     return [path for path in kernel.DEVICES if path != "/dev/zero" or sandbox.cgroups is not None]
 
 
@@ -223,7 +224,8 @@ def _bubblewrap(sandbox: Sandbox, limits: Limits, filter_fd: int, info: int) -> 
         *(sandbox.tool, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
         *("--info-fd", str(info)),
         *shown,
-        # The first process, bubblewrap's own, has the program's user: what would let programs write into it is covered.
+        # The first process, bubblewrap's own, has the program's user: paths by which programs could write into it are
+        # covered.
         *("--proc", "/proc", "--size", "4096", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"),
         *("--tmpfs", "/dev"),
         *(part for device in devices(sandbox) for part in ("--dev-bind", device, device)),

@@ -1,4 +1,4 @@
-"""What runs in the sandbox, what it may use, and what came of it."""
+"""A program to run in the sandbox, its limits, and its result."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from typing import Literal, TypeAlias
 from roll.config.errors import RunError
 
 Kind: TypeAlias = Literal["ok", "failed", "timeout", "memory", "output", "disk", "killed"]
-"""It ended with status 0; with another, or by an error of its own; took too long; too much memory; wrote too much; filled
-its scratch folder; or something ended it from outside."""
+"""`ok`: it ended with status 0. `failed`: with another status, or by an error of its own. `timeout`: it took too long.
+`memory`: it took too much memory. `output`: it wrote too much. `disk`: it filled its scratch folder. `killed`: something
+outside ended it."""
 
 
 OPEN_FILES = 256
-"""How many files each process of a program may have open."""
+"""Maximum number of open files per process of a program."""
 
 
 class SandboxError(RunError):
-    """The sandbox itself did not start: no fault of the program."""
+    """The sandbox itself did not start; the program is not at fault."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A Python program: its text, what it reads, and files that lie in its scratch folder when it begins."""
+    """A Python program: its source, its standard input, and files in its scratch folder at the start."""
 
     source: str
     stdin: bytes = b""
     files: Mapping[str, str] = field(default_factory=dict)
     """Texts by name. Names have no folders."""
     modules: Mapping[str, str] = field(default_factory=dict)
-    """Texts of modules that it can import, in an order in which they can import each other."""
+    """Sources of modules that it can import, ordered so that each imports only earlier ones."""
 
     def __post_init__(self) -> None:
         for name in self.files:
@@ -40,24 +41,24 @@ class Program:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use. All its processes count, but for `cpu_s`, which each has to itself."""
+    """The limits of a program. They apply to all its processes together, except `cpu_s`, which applies to each."""
 
     wall_s: float = 5.0
-    """Seconds from its first line to its end."""
+    """Wall time in seconds from its first line to its end."""
     cpu_s: int = 5
-    """Seconds of computing."""
+    """CPU time in seconds."""
     memory_mb: int = 512
-    """Memory, of all its processes together."""
+    """Memory of all its processes together."""
     processes: int = 16
-    """Processes and threads at a time."""
+    """Concurrent processes and threads."""
     output_bytes: int = 1 << 20
     """Standard output and standard error together."""
     scratch_bytes: int = 16 << 20
-    """Files in its scratch folder, the only one that can be written."""
+    """Files in its scratch folder, the only writable one."""
 
     @property
     def scratch_files(self) -> int:
-        """How many files, folders and links the scratch folder may have."""
+        """Maximum number of files, folders and links in the scratch folder."""
         return max(256, self.scratch_bytes >> 12)
 
     def __post_init__(self) -> None:
@@ -72,12 +73,12 @@ class ProgramResult:
 
     kind: Kind
     status: int | None
-    """Its exit status, 128 and more for a signal's; None where it was ended because of a limit."""
+    """Its exit status, 128 plus the number of a signal; None if it was ended because of a limit."""
     stdout: str
     stderr: str
-    """What it wrote, as far as the limit allows. What is not UTF-8 is replaced."""
+    """Its output up to the limit. Bytes that are not UTF-8 are replaced."""
     seconds: float
-    """From its first line to its end."""
+    """Seconds from its first line to its end."""
 
     @property
     def ok(self) -> bool:

@@ -1,8 +1,8 @@
-"""How much of the disk a program holds, where the kernel does not limit it: on the plain level, unless the scratch folder
-is a file system of its own.
+"""Measures a program's disk usage where the kernel does not limit it: on the plain level, unless the scratch folder is a
+file system of its own.
 
-Counted are the blocks of all that lies in the folder, at any depth and behind any permission, and of files that have no
-name any more but are still open or mapped.
+It counts the blocks of everything in the folder, at any depth and behind any permission, and of deleted files that are
+still open or mapped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from roll.sandbox.usage import children, ended
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ONLY_PATH = getattr(os, "O_PATH", os.O_RDONLY)
 _ENTRY_BYTES = 4096
-"""What a name takes at least: more files than pages do not fit, and the time to count them stays short."""
+"""Minimum size charged per name: this bounds the number of files, and so the time to count them."""
 _FEWEST = 256
 _CHANCES = 10
 _CAP_SYS_PTRACE = 19
@@ -30,22 +30,22 @@ _NOT_ITS_FAULT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class _Full(Exception):
-    """More than fits has been found, or something that cannot be looked into."""
+    """The limit is exceeded, or something cannot be inspected."""
 
 
 @dataclass
 class Scratch:
-    """A scratch folder that is watched."""
+    """A watched scratch folder."""
 
     folder: str
     limit_bytes: int
     _hidden: frozenset[int] = frozenset()
-    """Processes that could not be looked into the last time."""
+    """Processes that could not be inspected in the last check."""
     _unfinished: int = 0
-    """How often in a row folders vanished while they were counted."""
+    """Consecutive counts during which folders vanished."""
 
     def exceeds(self, pid: int) -> bool:
-        """Whether the folder, and all that come from a process, hold more than fits."""
+        """Whether the folder, and deleted files that descendants of a process hold, exceed the limit."""
         count = _Count(self.limit_bytes)
         try:
             finished = _count_tree(self.folder, count)
@@ -56,7 +56,7 @@ class Scratch:
             return False
         self._unfinished = 0 if finished else self._unfinished + 1
         known, self._hidden = self._hidden, hidden
-        # once may be a process's last moment, and a few times chance: who goes on hides what it holds
+        # one failure may be a process's last moment, a few may be chance; after that the program hides its usage
         return bool(known & hidden) or self._unfinished > _CHANCES
 
 
@@ -83,14 +83,14 @@ class _Count:
 
 
 def _count_tree(folder: str, count: _Count) -> bool:
-    """Counts what has a name. Few descriptors are open at a time, and no path is longer than a name. False if a folder
-    vanished under it: then the rest is not counted."""
+    """Counts files that have a name. Few descriptors are open at a time, and no path is longer than a name. False if a
+    folder vanished meanwhile: then the rest is not counted."""
     try:
         visit = _Visit(folder)
     except OSError:
         return False
     try:
-        left = [_count_entries(visit.at, count)]  # of each folder above, the folders in it that are not counted yet
+        left = [_count_entries(visit.at, count)]  # for each open folder, its subfolders that are not counted yet
         while left:
             if not left[-1]:
                 left.pop()
@@ -102,14 +102,15 @@ def _count_tree(folder: str, count: _Count) -> bool:
     except OSError as error:
         if error.errno in _NOT_ITS_FAULT:
             return True
-        raise _Full from error  # closed again at once, or a link by now: no honest program does that
+        # its permissions were revoked again at once, or it became a link: no honest program does that
+        raise _Full from error
     finally:
         visit.close()
     return True
 
 
 def _count_entries(folder: int, count: _Count) -> list[str]:
-    """Counts what lies in an open folder; the names of the folders in it."""
+    """Counts the entries of an open folder; returns the names of its subfolders."""
     folders: list[str] = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -121,14 +122,14 @@ def _count_entries(folder: int, count: _Count) -> list[str]:
 
 
 class _Visit:
-    """One folder at a time, entered from above and left upwards. Closed ones are opened for as long as it takes."""
+    """Visits one folder at a time, downwards and upwards. Folders without permissions get them for the visit."""
 
     def __init__(self, folder: str) -> None:
         self.at, mode = _listable(folder, None)
         self._modes = [mode]
 
     def enter(self, name: str) -> bool:
-        """Whether there is still such a folder, which is then the current one."""
+        """Enters a subfolder; False if it no longer exists."""
         try:
             at, mode = _listable(name, self.at)
         except (FileNotFoundError, NotADirectoryError):
@@ -155,7 +156,7 @@ class _Visit:
 
 
 def _listable(name: str, within: int | None) -> tuple[int, int | None]:
-    """A folder, opened, and what its permissions were if they had to be changed for that."""
+    """An opened folder, and its former permissions if they had to be changed."""
     closed = os.open(name, _ONLY_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=within)
     try:
         mode = stat.S_IMODE(os.fstat(closed).st_mode)
@@ -168,11 +169,11 @@ def _listable(name: str, within: int | None) -> tuple[int, int | None]:
 
 
 def _count_nameless(pids: list[int], folder: str, count: _Count) -> frozenset[int]:
-    """Counts files without a name that processes hold. Those that do not let themselves be looked into are returned."""
+    """Counts deleted files that processes hold. Returns the processes that cannot be inspected."""
     if not pids or os.geteuid() != 0 or _may_look():
         return _count_open(pids, folder, count)
-    # Root in a container looks into processes of other users only as that user. A thread of its own does so, because what
-    # changes its user loses the signal that tells of its parent's end.
+    # Root in a container can inspect processes of another user only as that user. A separate thread does so, because a
+    # thread that changes its user loses the signal that reports its parent's end.
     owner, dumpable = os.stat(f"/proc/{pids[-1]}"), kernel.is_dumpable()
     found: list[frozenset[int] | BaseException] = []
 
@@ -194,7 +195,7 @@ def _count_nameless(pids: list[int], folder: str, count: _Count) -> frozenset[in
 
 @functools.cache
 def _may_look() -> bool:
-    """Whether root may look into processes of other users."""
+    """Whether root may inspect processes of other users."""
     with open("/proc/self/status") as status:
         effective = next(int(line.split()[1], 16) for line in status if line.startswith("CapEff:"))
     return bool(effective >> _CAP_SYS_PTRACE & 1)
@@ -226,7 +227,7 @@ def _opened(place: str) -> Iterator[os.stat_result]:
 
 
 def _count_mapped(place: str, folder: str, count: _Count) -> None:
-    """A mapped file that has neither a name nor a descriptor: nobody says how large it is, so few of them fit."""
+    """Counts mapped files that have neither a name nor a descriptor. Their size is unknown, so only a few are allowed."""
     with open(f"{place}/maps", errors="surrogateescape") as maps:
         for line in maps:
             if line.endswith(" (deleted)\n") and f" {folder}/" in line:

@@ -1,7 +1,7 @@
-"""Which system calls seccomp refuses inside the sandbox, as a table, and the filter for the kernel that is made of it.
+"""The system calls that seccomp refuses inside the sandbox, as a table, and the kernel filter made from it.
 
-The filter depends on the machine and on what else holds the program. A test can check the filter of each machine on any
-other: it is a program of few lines for a small virtual machine (classic BPF).
+The filter depends on the machine and on the other guards. A test can check the filter of each machine on any other: it is
+a short program for a small virtual machine (classic BPF).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from roll.sandbox.inside.kernel import CLONE_NEW, OWN_PID
 Machine: TypeAlias = Literal["x86_64", "aarch64"]
 
 ARCHITECTURES: Mapping[Machine, int] = MappingProxyType({"x86_64": 0xC000003E, "aarch64": 0xC00000B7})
-"""What the kernel calls each numbering of system calls (AUDIT_ARCH_…)."""
+"""The kernel's identifier of each system call numbering (AUDIT_ARCH_…)."""
 UNKNOWN = 471
-"""From here on a kernel may have calls that no rule below names, and x86_64 has its second numbering (x32)."""
+"""From this number on a kernel may have calls that no rule below names, and x86_64 has its second numbering (x32)."""
 
 ALLOW, REFUSE, ABSENT = 0x7FFF0000, 0x50000 | 1, 0x50000 | 38
-"""What the kernel does with a call: makes it, lets it fail with EPERM, or with ENOSYS."""
+"""The actions for a call: allow it, fail with EPERM, or fail with ENOSYS."""
 
 
 @dataclass(frozen=True)
 class FilteredCall:
-    """A system call and its number on each machine; None where the machine has not got it."""
+    """A system call and its number on each machine; None if the machine does not have it."""
 
     name: str
     x86_64: int | None
@@ -43,7 +43,7 @@ class FilteredCall:
 
 @dataclass(frozen=True)
 class Only:
-    """A call that is made only if each argument named has one of the values."""
+    """A call that is allowed only if each named argument has one of the values."""
 
     call: FilteredCall
     allowed: Mapping[int, tuple[int, ...]]
@@ -60,7 +60,7 @@ class Never:
 
 @dataclass(frozen=True)
 class Null:
-    """A call that is made only if the argument is no address."""
+    """A call that is allowed only if the argument is a null pointer."""
 
     call: FilteredCall
     argument: int
@@ -83,7 +83,7 @@ REFUSED: Mapping[str, tuple[FilteredCall, ...]] = MappingProxyType(
     {
         "sockets, and descriptors that travel through them unseen": (
             FilteredCall("socket", 41, 198),
-            FilteredCall("connect", 42, 203),  # which a pair of sockets for datagrams can do again
+            FilteredCall("connect", 42, 203),  # a pair of datagram sockets can be connected again
             FilteredCall("bind", 49, 200),
             FilteredCall("listen", 50, 201),
             FilteredCall("accept", 43, 202),
@@ -176,7 +176,7 @@ REFUSED: Mapping[str, tuple[FilteredCall, ...]] = MappingProxyType(
 """Calls that no honest program needs, by what they would be used for."""
 
 CLONE, CLONE3 = FilteredCall("clone", 56, 220), _same("clone3", 435)
-"""Of clone, flags that ask for namespaces are refused; of clone3 the flags cannot be seen, so it is not there."""
+"""clone is refused with namespace flags; the flags of clone3 cannot be inspected, so it is reported as absent."""
 
 OF_ITSELF = (
     Only(FilteredCall("prlimit64", 302, 261), {0: (0, OWN_PID)}),
@@ -184,20 +184,21 @@ OF_ITSELF = (
     Only(FilteredCall("sched_setscheduler", 144, 119), {0: (0, OWN_PID)}),
     Only(FilteredCall("sched_setparam", 142, 118), {0: (0, OWN_PID)}),
     Only(FilteredCall("sched_setattr", 314, 274), {0: (0, OWN_PID)}),
-    Only(FilteredCall("setpriority", 141, 140), {0: (0,), 1: (0, OWN_PID)}),  # PRIO_PROCESS, not a group's or a user's
+    # PRIO_PROCESS, not that of a group or a user
+    Only(FilteredCall("setpriority", 141, 140), {0: (0,), 1: (0, OWN_PID)}),
     Only(FilteredCall("ioprio_set", 251, 30), {0: (1,), 1: (0, OWN_PID)}),  # IOPRIO_WHO_PROCESS
 )
-"""What a program may change of itself, but of no other process of the same user."""
+"""What a program may change of itself, but not of other processes of the same user."""
 
 SIGNALS = (
-    Only(FilteredCall("kill", 62, 129), {0: (0, OWN_PID)}),  # 0: its group, which is of its own
+    Only(FilteredCall("kill", 62, 129), {0: (0, OWN_PID)}),  # 0: its process group, which is its own
     Only(FilteredCall("tkill", 200, 130), {0: (OWN_PID,)}),
     Only(FilteredCall("tgkill", 234, 131), {0: (OWN_PID,)}),
     Only(FilteredCall("rt_sigqueueinfo", 129, 138), {0: (OWN_PID,)}),
     Only(FilteredCall("rt_tgsigqueueinfo", 297, 240), {0: (OWN_PID,)}),
     Only(_same("pidfd_send_signal", 424), {0: ()}),
 )
-"""Signals, where nothing else keeps them from the run. Then a program cannot signal its own children either."""
+"""Signals, if no other guard blocks signals to the run. Then a program cannot signal its own children either."""
 
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY = 8, 10, 15, 1024, 1026
 _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP = 0x5412, 0x541C, 0x8901, 0x8902
@@ -206,10 +207,10 @@ ROUNDABOUT = (
     Never(FilteredCall("fcntl", 72, 25), 1, (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY)),
     Never(FilteredCall("ioctl", 16, 29), 1, (_TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP)),
 )
-"""Ways to have the kernel send signals, type into a terminal or hold up who opens a file."""
+"""Ways to make the kernel send signals, type into a terminal or block others that open a file."""
 
 NO_ADDRESS = Null(FilteredCall("sendto", 44, 206), 4)
-"""A socket sends to its other end, and to no other."""
+"""A socket may send only to its connected peer."""
 
 BY_NAME = (
     Only(FilteredCall("chmod", 90, None), {0: ()}),
@@ -223,24 +224,24 @@ BY_NAME = (
     Only(FilteredCall("futimesat", 261, None), {0: ()}),
     Null(FilteredCall("utimensat", 280, 88), 1),  # of an open file
 )
-"""Permissions, owners and times of files by their names, which Landlock does not hold: only where the program has the
-run's user. Of a file that it has opened it may change them."""
+"""Permissions, owners and times of files by name, which Landlock does not guard: only if the program has the run's user.
+It may change those of a file that it has opened."""
 
 _PR_SET_DUMPABLE = 4
 HIDING = Never(FilteredCall("prctl", 157, 167), 0, (_PR_SET_DUMPABLE,))
-"""A process that nobody can look into: its open files could not be counted. Only where they are counted by looking."""
+"""A process that cannot be inspected: its open files could not be counted. Only if they are counted by inspection."""
 
 
 _MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = 1, 0x20, 0x40000
 HUGE_PAGES = NeverBits(FilteredCall("mmap", 9, 222), 3, ((_MAP_HUGETLB,),))
-"""Memory that the machine has set aside for others: the kernel does not count it as a program's."""
+"""Memory that the machine has reserved for others: the kernel does not account it to a program."""
 SHARED_MEMORY = NeverBits(FilteredCall("mmap", 9, 222), 3, ((_MAP_HUGETLB,), (_MAP_SHARED, _MAP_ANONYMOUS)))
-"""The same, and shared memory, which keeps its pages when it is unmapped in part: no process is seen to hold them. Only
-where the kernel does not count them."""
+"""The same, and shared memory, whose pages remain after a partial unmap and are attributed to no process. Only if the
+kernel does not account them."""
 
 
 def can_filter_calls() -> bool:
-    """Whether the numbers of this machine's system calls are known."""
+    """Whether this machine's system call numbers are known."""
     return sys.platform == "linux" and os.uname().machine in ARCHITECTURES
 
 
@@ -250,8 +251,8 @@ def call_filter(
 ) -> bytes:
     """The filter of a machine, for `kernel.filter_calls`.
 
-    `watched`: the program's open files are counted by looking into it. `signals`: nothing but this filter keeps the
-    program's signals from the run. `counted`: the kernel counts what the program takes.
+    `watched`: the program's open files are counted by inspecting it. `signals`: only this filter blocks the program's
+    signals to the run. `counted`: the kernel accounts the program's memory.
     `own_user`: no file of the run belongs to the program's user.
     """
     rules: list[Rule] = [*OF_ITSELF, *(SIGNALS if signals else ()), *ROUNDABOUT, NO_ADDRESS]
@@ -266,20 +267,20 @@ def call_filter(
 Rule: TypeAlias = Only | Never | NeverBits | Null
 
 _Line: TypeAlias = tuple[int, int, int, int]
-"""What to do, how many lines to skip if so, and if not, and with which value."""
+"""The instruction, how many lines to skip if it matches and if not, and its value."""
 _LOAD, _SKIP, _EQUAL, _AT_LEAST, _ANY_BIT, _GIVE = 0x20, 0x05, 0x15, 0x35, 0x45, 0x06
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
 
 
 def _argument_at(place: int) -> int:
-    return _ARGUMENTS_AT + 8 * place  # its lower half: each argument that a rule looks at is an int
+    return _ARGUMENTS_AT + 8 * place  # its lower half: every argument that a rule inspects is an int
 
 
 def _head(machine: Machine) -> list[_Line]:
-    """Refuses other numberings and all calls that are always refused. The call's number is loaded afterwards."""
+    """Refuses other numberings and all calls that are always refused. Afterwards the call's number is loaded."""
     numbers = [call.on(machine) for calls in REFUSED.values() for call in calls]
     known = [number for number in numbers if number is not None]
-    refuse, absent = 5 + len(known), 6 + len(known)  # the lines that do it; jumps count from the line after their own
+    refuse, absent = 5 + len(known), 6 + len(known)  # their line numbers; jumps count from the line after their own
     assert absent < 256, "a jump is at most 255 lines long"
     lines = [(_LOAD, 0, 0, _ARCHITECTURE_AT), (_EQUAL, 0, refuse - 2, ARCHITECTURES[machine])]
     lines += [(_LOAD, 0, 0, _NUMBER_AT), (_AT_LEAST, absent - 4, 0, UNKNOWN)]
@@ -303,7 +304,7 @@ def _clones(machine: Machine) -> list[_Line]:
 
 
 def _block(rule: Rule, machine: Machine) -> list[_Line]:
-    """The lines of one rule: other calls skip them, and none that enters them leaves."""
+    """The lines of one rule: other calls skip them; a matching call always ends in them."""
     number = rule.call.on(machine)
     if number is None:
         return []

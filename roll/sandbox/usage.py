@@ -1,4 +1,4 @@
-"""What a program uses that the kernel does not limit: memory of all its processes together."""
+"""Measures the memory of all processes of a program together, which the kernel does not limit."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from collections.abc import Collection, Iterator
 from roll.sandbox.program import OPEN_FILES
 
 _SOCKET_BYTES = 256 << 10
-"""What the kernel keeps for a socket at most: its buffer, which programs cannot enlarge, and what it overshoots by."""
+"""Maximum kernel memory per socket: its buffer, which programs cannot enlarge, and its overshoot."""
 _SIZE = re.compile(r"^(Vm[A-Za-z]+):\s+([0-9]+) kB$", re.MULTILINE)
 _FEW_FILES = 16
-"""A process that has no more open is not looked at further: it costs time."""
+"""A process with at most this many open files is not inspected further, to save time."""
 _SHARED_S = 1.0
-"""Seconds for finding out what processes share: many mappings, which change all the time, make that take long."""
+"""Time limit for finding out what processes share: many changing mappings make that slow."""
 _PF_EXITING = 4
 
 
 def holds_more(pid: int, limit_bytes: int, own: Collection[int] = ()) -> bool:
-    """Whether a process and all that come from it hold more memory than that. What they share counts once, if the kernel
-    tells, in time: it takes longer to find out, so it is asked only where it matters. `own` are the sandbox's own."""
+    """Whether a process and its descendants hold more memory than the limit. Shared memory counts once, if the kernel
+    reports it in time: that is slow, so it is requested only if it matters. `own` are the sandbox's own processes."""
     pids = [pid, *children(pid)]
     sizes = [_sizes(pid) for pid in pids]
     kernel_bytes = _buffers_bytes(pids, own) + sum(size.get("VmPTE", 0) for size in sizes)
@@ -35,14 +35,14 @@ def holds_more(pid: int, limit_bytes: int, own: Collection[int] = ()) -> bool:
 
 
 def _buffers_bytes(pids: Collection[int], own: Collection[int]) -> int:
-    """What the sockets of processes hold. One that does not let its open files be seen, which takes a program that nobody
-    may read, could have nothing but sockets."""
+    """Memory of the processes' sockets. A process that hides its open files (it runs an unreadable program) is assumed to
+    have only sockets."""
     sockets: set[str] = set()
     hidden = 0
     for pid in pids:
         try:
             sockets |= _sockets(pid)
-        except PermissionError:  # for root, who sees all or nothing, that is no sign
+        except PermissionError:  # root sees all or nothing, so for root this means nothing
             hidden += os.geteuid() != 0 and pid not in own and not ended(f"/proc/{pid}")
         except OSError:  # it has just ended
             continue
@@ -50,7 +50,7 @@ def _buffers_bytes(pids: Collection[int], own: Collection[int]) -> int:
 
 
 def _sizes(pid: int) -> dict[str, int]:
-    """Bytes by the kernel's names for them: VmRSS for what is resident, VmPTE for page tables, and others."""
+    """Bytes by the kernel's names: VmRSS for resident memory, VmPTE for page tables, and others."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
         return {name: int(size) << 10 for name, size in _SIZE.findall(status.read())}
     return {}
@@ -75,7 +75,7 @@ def _proportional_bytes(pid: int) -> int:
 
 
 def ended(place: str) -> bool:
-    """Whether a process, or thread, is about to end, or has but its parent has not heard of it: it holds nothing more."""
+    """Whether a process or thread is ending, or has ended but was not reaped: it holds no memory."""
     try:
         with open(f"{place}/stat", "rb") as file:
             state, *numbers = file.read().rpartition(b")")[2].split()
@@ -85,14 +85,14 @@ def ended(place: str) -> bool:
 
 
 def children(pid: int) -> Iterator[int]:
-    """All processes that come from this one."""
+    """All descendants of a process."""
     for child in first_children(pid):
         yield child
         yield from children(child)
 
 
 def first_children(pid: int) -> list[int]:
-    """The processes that this one has started itself, or adopted."""
+    """The direct children of a process, started or adopted."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -102,8 +102,8 @@ def first_children(pid: int) -> list[int]:
 
 
 def has_room(pid: int, folder: str, most_files: int) -> bool:
-    """Whether a file system that only a process and its children see has no more files than that."""
-    for each in reversed([*children(pid)]):  # the last are surely inside
+    """Whether a file system that only a process and its descendants see has at most `most_files` files."""
+    for each in reversed([*children(pid)]):  # the last ones are certainly inside
         with contextlib.suppress(OSError):  # the sandbox's own processes are hidden
             usage = os.statvfs(f"/proc/{each}/root{folder}")
             if usage.f_files and os.path.ismount(f"/proc/{each}/root{folder}"):

@@ -1,5 +1,5 @@
-"""What runs inside of the sandbox: these modules travel there as text, and no file of ROLL's has to be readable there.
+"""The modules that run inside the sandbox: they are sent there as text, so that no file of ROLL has to be readable there.
 
-They use nothing but the standard library, of whatever Python 3 the machine has (3.8 and later), and import little: every
-execution pays for it. What is here is trusted until the program begins, and nothing that is secret is ever here.
+They use only the standard library of any Python 3.8 or later, and import little, because every execution pays for it.
+This code is trusted until the program begins, and contains nothing secret.
 """

@@ -1,13 +1,12 @@
-"""Plain values as JSON and back, between a program and who judges it: what arrives is of Python's own types and nothing
-else, so that no method of the program's, such as an `__eq__` that always agrees, comes along with it.
+"""Encodes plain values as JSON lines and decodes them, between a program and its judge. Decoded values have only Python's
+own types, so that no method of the program, such as an `__eq__` that always agrees, comes with them.
 
-Of a subclass the value remains; of a named tuple the names of its items too. An exception class of the program arrives as
-an empty one of that name. What is not plain stays where it is, and a number stands for it.
+A subclass is reduced to its base value; a named tuple keeps the names of its items. An exception class of the program
+arrives as an empty class of that name. Other values stay in their process and are represented by a number.
 
-A line may come from a program that writes it by hand, so reading one computes nothing: a range stays a range, a container
-is made from a list that stands in the line and from nothing else, and long whole numbers are written to base 16.
-Time and memory are linear in the line's length: nesting is limited, and so is the number of keys of one hash, which a
-dictionary or set would have to compare with each other.
+A program may write a line itself, so decoding computes nothing: a range stays a range, a container is built only from a
+list in the line, and long integers are written in base 16. Time and memory are linear in the line's length: nesting is
+limited, and so is the number of keys with the same hash, which a dictionary or set would have to compare with each other.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ try:
 except ImportError:
     from json.encoder import encode_basestring_ascii as _quoted
 
-TYPE_CHECKING = False  # without importing typing, which takes a while
+TYPE_CHECKING = False  # without importing typing, which is slow
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
 _SMALL = 1 << 63
 _DEEPEST = 200
-"""How far values may nest: deeper ones are not plain."""
+"""Maximum nesting: deeper values are not plain."""
 _SHORT = 1 << 14
 _DIGITS = 4300
-"""Of an exact number that is written to base 10, whose reading takes time that is quadratic in them."""
+"""Maximum digits of an exact number in base 10, whose parsing takes quadratic time."""
 _MOST_ALIKE = 64
-"""Keys of one hash in one dictionary or set: each is compared with all others. Those of -1 and -2 are equal, and so are
-those of pairs and triples of them; no honest result has more than a few such."""
+"""Maximum keys with the same hash in one dictionary or set: each is compared with all others. The hashes of -1 and -2 are
+equal, and so are those of pairs and triples of them; no honest result has more than a few such."""
 _DICTS: dict[str, Any] = {"Counter": Counter, "OrderedDict": OrderedDict, "dict": dict}
 _VIEWS: dict[str, Any] = {"keys": type({}.keys()), "values": type({}.values()), "items": type({}.items())}
 _SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
@@ -59,16 +58,16 @@ _FUNCTIONS: tuple[Any, ...] = (
     ),
     *(len, map, max, min, next, oct, ord, pow, repr, reversed, round, slice, sorted, sum, type, zip),
 )
-"""What of Python's own may cross over by name: nothing that runs a text or opens a file."""
+"""Builtins that may be sent by name: nothing that executes text or opens a file."""
 _NUMBERS = ("Decimal", "Fraction")
 _LEAVES = frozenset((int, float, str, bool, type(None)))
-"""What JSON has that is a value as it stands."""
+"""JSON types that are values as they are."""
 _TIMES = ("date", "time", "datetime", "timedelta")
 _WORDS: dict[str, Any] = {"__builtins__": {}, "null": None, "true": True, "false": False}
 
 
 class NamedTupleValue(tuple):  # type: ignore[type-arg]
-    """A tuple whose items have names too, as those of a named tuple."""
+    """A tuple whose items have names, like a named tuple."""
 
     _fields: list[str]
 
@@ -80,14 +79,14 @@ class NamedTupleValue(tuple):  # type: ignore[type-arg]
 
 
 def dump(value: Any, keep: Callable[[Any], int | list[Any]]) -> bytes:
-    """A value as one line. `keep` is given what is not plain, and returns a number for it, or, of an iterator that is not
-    to stay, what it gives."""
+    """A value as one line. `keep` gets a value that is not plain, and returns a number for it, or, for an iterator that
+    is not to stay, its items."""
     return _written(value, keep, 0).encode() + b"\n"
 
 
 def load(line: bytes, kept: Callable[..., Any]) -> Any:
-    """The value of a line. `kept` makes what stands for one that stayed where it is, from its number, and
-    of an exception class from its name and bases too. `ValueError` if there is none."""
+    """The value of a line. `kept` creates the stand-in for a value that stayed in its process, from its number, and for
+    an exception class from its name and bases too. Raises `ValueError` for an invalid line."""
     import json
 
     try:
@@ -97,8 +96,8 @@ def load(line: bytes, kept: Callable[..., Any]) -> Any:
 
 
 def load_trusted(line: bytes, kept: Callable[..., Any]) -> Any:
-    """The same of a line that `dump` is known to have made: sooner, if it is short, because it needs no json."""
-    if len(line) > _SHORT or b"\\ud" in line:  # of which Python makes half characters, where JSON means a whole one
+    """The same for a line that `dump` certainly wrote: faster if it is short, because it needs no json."""
+    if len(line) > _SHORT or b"\\ud" in line:  # a surrogate pair is one character in JSON, but two halves in Python
         return load(line, kept)
     return _decoded(eval(line, dict(_WORDS)), kept)
 
@@ -148,7 +147,8 @@ def _mapping(value: Any, keep: Callable[[Any], int | list[Any]], depth: int) -> 
 
 
 def _of_a_module(value: Any, keep: Callable[[Any], int | list[Any]], depth: int) -> str:
-    """What is plain for where it comes from: Python's own types, functions and exceptions, exact numbers and times."""
+    """Values that are plain because of their origin: Python's own types, functions and exceptions, exact numbers and
+    times."""
     kind, module = type(value).__name__, type(value).__module__
     if module in ("decimal", "fractions") and kind in _NUMBERS:
         return _tagged(kind, _quoted(str(value)))
@@ -170,7 +170,7 @@ def _kept(value: Any, keep: Callable[[Any], int | list[Any]], depth: int) -> str
 
 
 def _builtin(name: str) -> Any:
-    """A function, type or exception of Python's own that may cross over; None if there is no such."""
+    """A function, type or exception of Python's own that may be sent; None if there is none."""
     found = getattr(builtins, name, None)
     is_error = isinstance(found, type) and issubclass(found, BaseException)
     return found if is_error or any(found is known for known in (*_FUNCTIONS, *_TYPES)) else None
@@ -223,7 +223,7 @@ def _decoded(data: Any, kept: Callable[..., Any], depth: int = 0) -> Any:
 
 
 def _items(data: Any, kept: Callable[..., Any], depth: int) -> list[Any]:
-    """The values of a list that stands in the line: no other value is iterated over."""
+    """The values of a list in the line: no other value is iterated over."""
     if depth > _DEEPEST:
         raise ValueError("not a value: nested too deep")
     inner = depth + 1
@@ -237,12 +237,12 @@ def _pairs(data: Any, kept: Callable[..., Any], depth: int) -> dict[Any, Any]:
 
 
 def _viewed(name: str, items: list[Any]) -> dict[Any, Any]:
-    """A dictionary that has these keys, or these values."""
+    """A dictionary with these keys, or these values."""
     return dict.fromkeys(_spread(items)) if name == "keys" else dict(enumerate(items))
 
 
 def _spread(keys: list[Any]) -> list[Any]:
-    """The keys, if their hashes differ enough for a dictionary or set to be made of them in linear time."""
+    """The keys, if their hashes differ enough to build a dictionary or set in linear time."""
     if len(keys) > _MOST_ALIKE:
         hashes = list(map(hash, keys))
         if len(set(hashes)) < len(hashes) and max(Counter(hashes).values()) > _MOST_ALIKE:
@@ -251,7 +251,7 @@ def _spread(keys: list[Any]) -> list[Any]:
 
 
 def _only(kind: Any, data: Any) -> Any:
-    """What was read, if it is of that type."""
+    """The decoded data, if it is of that type."""
     if type(data) is not kind:
         raise ValueError(f"not a value: a {type(data).__name__} where a {kind.__name__} should be")
     return data
@@ -265,7 +265,7 @@ def _text(data: Any, longest: int | None = None) -> str:
 
 
 def _small(digits: str) -> int:
-    """A whole number of JSON. `dump` writes larger ones to base 16, which is read in linear time."""
+    """An integer in JSON. `dump` writes larger ones in base 16, which is parsed in linear time."""
     if len(digits) > 20:
         raise ValueError(f"not a value: a whole number of {len(digits)} digits")
     return int(digits)

@@ -1,4 +1,4 @@
-"""What Linux offers to shut a process in, called without any tool: namespaces, mounts, Landlock, seccomp."""
+"""Linux isolation without any tool: namespaces, mounts, Landlock, seccomp."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import os
 import struct
 
-TYPE_CHECKING = False  # without importing typing, which takes a while
+TYPE_CHECKING = False  # without importing typing, which is slow
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
@@ -27,7 +27,7 @@ _MOUNT_SETATTR, _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 442, 444, 
 """Numbers of system calls; those above 423 are the same on every machine."""
 
 OWN_PID = 0x7FFFFFF1
-"""In a filter of system calls, the process that the filter is for. No process can have that number."""
+"""In a system call filter, the process that the filter is for. No process can have that number."""
 
 _OWN = struct.pack("I", OWN_PID)
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
@@ -42,7 +42,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def checked(result: int, what: str) -> int:
-    """`OSError` if a call failed."""
+    """Raises `OSError` if a call failed."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -62,12 +62,12 @@ def die_with_parent(signal: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parents have ended become children of this process, and not of the machine's first one."""
+    """Makes orphaned descendants children of this process instead of the machine's init process."""
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def become_for_files(user: int, group: int) -> None:
-    """Has this thread, and no other, reach files, and look into processes, as another user would."""
+    """Makes this thread alone access files, and inspect processes, as another user."""
     for call, number in ((_libc.setfsgid, group), (_libc.setfsuid, user)):
         call(number)
         if call(-1) != number:
@@ -88,7 +88,8 @@ def no_new_privileges() -> None:
 
 
 def enter_namespaces() -> None:
-    """Users, files, network and so on of its own; processes, from the next fork on. The user's id stays what it was."""
+    """Enters new user, mount, network and other namespaces; the PID namespace begins with the next fork. The user id
+    stays the same."""
     uid, gid = os.getuid(), os.getgid()
     checked(_libc.unshare(CLONE_NEW), "user namespaces are not allowed here: unshare")
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
@@ -97,8 +98,8 @@ def enter_namespaces() -> None:
 
 
 def enter_new_root(readable: Sequence[str], devices: Sequence[str], scratch: str, scratch_bytes: int) -> None:
-    """A tree of files that has nothing but the folders to read, some devices and an empty scratch folder."""
-    root = "/tmp"  # any folder that is there will do: it is covered, for this process alone
+    """Enters a file tree that has only the readable folders, some devices and an empty scratch folder."""
+    root = "/tmp"  # any existing folder works: it is covered for this process alone
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE, None)
     folders = {path: os.open(path, os.O_PATH) for path in readable}
     nodes = {path: os.open(path, os.O_PATH) for path in devices}
@@ -118,7 +119,7 @@ def enter_new_root(readable: Sequence[str], devices: Sequence[str], scratch: str
     os.mkdir(root + "/proc")
     try:
         _mount("proc", root + "/proc", "proc", _MS_NOSUID | _MS_NODEV, None)
-    except OSError:  # where the machine's own is partly covered; programs can do without
+    except OSError:  # if the machine's own is partly covered; programs can do without
         pass
     os.mkdir(root + scratch)
     _mount("tmpfs", root + scratch, "tmpfs", _MS_NOSUID | _MS_NODEV, _scratch_options(scratch_bytes))
@@ -132,8 +133,8 @@ def enter_new_root(readable: Sequence[str], devices: Sequence[str], scratch: str
 
 
 def mount_scratch(folder: str, size_bytes: int) -> bool:
-    """A file system of that size over a folder, which only this process and its children see. False where that is not
-    allowed."""
+    """Mounts a file system of that size over a folder, visible only to this process and its children. False if that is
+    not allowed."""
     try:
         checked(_libc.unshare(_CLONE_NEWNS), "unshare")
         _mount("none", "/", None, _MS_REC | _MS_PRIVATE, None)
@@ -148,7 +149,7 @@ def unmount(folder: str) -> None:
 
 
 def drop_capabilities() -> None:
-    """Even in its own namespaces the process may do nothing special any more."""
+    """Drops all capabilities, also those in its own namespaces."""
     for capability in range(64):
         if _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) < 0:
             break
@@ -158,12 +159,12 @@ def drop_capabilities() -> None:
 
 
 def landlock_version() -> int:
-    """0 where the kernel has none."""
+    """0 if the kernel has no Landlock."""
     return max(0, int(_libc.syscall(_LANDLOCK_CREATE, None, 0, 1)))
 
 
 def restrict_files(readable: Sequence[str], devices: Sequence[str], scratch: str) -> None:
-    """Landlock: no file may be opened but those to read, some devices and what is in scratch. No file of others may be
+    """Landlock: only the readable files, some devices and the scratch folder can be opened. No other file may be
     truncated, no TCP connection made and, from version 6 on, no process outside be signalled. Needs no privilege."""
     version = landlock_version()
     execute, write, read, folder = 1, 2, 4, 8
@@ -185,7 +186,7 @@ def restrict_files(readable: Sequence[str], devices: Sequence[str], scratch: str
 
 
 def filter_calls(filter: bytes) -> None:
-    """Has seccomp hold this process, and all that come from it, to a filter. Needs no privilege."""
+    """Applies a seccomp filter to this process and all its descendants. Needs no privilege."""
     filter = for_process(filter, os.getpid())
     text = ctypes.create_string_buffer(filter)
     head = struct.pack("HxxxxxxP", len(filter) // 8, ctypes.addressof(text))
@@ -194,13 +195,13 @@ def filter_calls(filter: bytes) -> None:
 
 
 def for_process(filter: bytes, pid: int) -> bytes:
-    """A filter for a process with that number."""
+    """The filter for a process with that number."""
     lines = [filter[at : at + 8] for at in range(0, len(filter), 8)]
     return b"".join(line[:4] + struct.pack("I", pid) if line[4:] == _OWN else line for line in lines)
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes that come from this one, children before grandchildren. Linux only: elsewhere there are none."""
+    """All descendants of a process, children before grandchildren. Linux only: elsewhere the list is empty."""
     parents: Any = {}
     if not os.path.isdir("/proc"):
         return []
@@ -213,13 +214,13 @@ def descendants(pid: int) -> list[int]:
                 continue
             parents.setdefault(parent, []).append(int(name))
     found = list(parents.get(pid, []))
-    for each in found:  # grows meanwhile
+    for each in found:  # the list grows meanwhile
         found += parents.get(each, [])
     return found
 
 
 def threads_of_user(uid: int) -> int:
-    """How many threads all processes of a user have."""
+    """Number of threads of all processes of a user."""
     count = 0
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -242,7 +243,7 @@ def _scratch_options(size_bytes: int) -> str:
 
 
 def _show(opened: int, path: str, root: str) -> None:
-    """Binds a folder or file, and all that is mounted below it, at the same place under the new root, read-only."""
+    """Binds a folder or file, and everything mounted below it, at the same path under the new root, read-only."""
     source = f"/proc/self/fd/{opened}"
     _place(root + path, is_folder=os.path.isdir(source))
     _mount(source, root + path, None, _MS_BIND | _MS_REC, None)

@@ -6,20 +6,20 @@ import os
 import resource
 import sys
 
-TYPE_CHECKING = False  # without importing typing, which takes a while
+TYPE_CHECKING = False  # without importing typing, which is slow
 if TYPE_CHECKING:
     from typing import Any
 
 
 BEGUN, ENDED, LEFT = b"begun", b"ended", b"left"
-"""What the sandbox says of itself: the program began; it ended; it left more in its scratch folder than can be removed at
+"""Status messages of the sandbox: the program began; it ended; it left more in its scratch folder than can be removed at
 once."""
 
 
 def run(config: dict[str, Any]) -> None:
     """Runs the program in this process, in its scratch folder, as a script would run. Does not return."""
     os.chdir(config["scratch"])
-    files = {"main.py": config["source"]}  # for the lines of tracebacks
+    files = {"main.py": config["source"]}  # for source lines in tracebacks
     files.update(config["files"])
     for name, text in files.items():
         with open(name, "w", encoding="utf-8", errors="surrogatepass", newline="") as file:
@@ -37,21 +37,21 @@ def run(config: dict[str, Any]) -> None:
 
 
 def join(groups: list[int]) -> None:
-    """Has the kernel count what this process and its children take from now on."""
+    """Makes the kernel account the memory of this process and its children from now on."""
     for fd in groups:
         os.write(fd, b"0")
         os.close(fd)
 
 
 def begun(config: dict[str, Any]) -> None:
-    """Tells the run that from here on all is the program's."""
+    """Tells the run that from here on the program's code runs."""
     os.close(config["payload"])
     os.write(config["status"], BEGUN)
     os.close(config["status"])
 
 
 def set_limits(limits: dict[str, Any]) -> None:
-    """Both the soft and the hard limits, but for CPU time, whose hard limit kills a second after the soft one."""
+    """Sets the soft and hard limits to the same value, except for CPU time, whose hard limit kills a second later."""
     for name, value in limits.items():
         kind = getattr(resource, name, None)
         if kind is not None:

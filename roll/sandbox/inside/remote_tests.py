@@ -1,11 +1,11 @@
-"""Runs tests against functions that live in another process: neither sees the other's memory.
+"""Runs tests against functions in another process: neither process sees the other's memory.
 
-Tests are texts with `assert` in them, given with the names that they use and do not define. Such a name stands for what
-the program in the other process has under it. Calls go out on the standard output, answers come in on the standard input,
-and verdicts, one line a test, leave by the standard error.
+Tests are texts with `assert`, given with the names that they use but do not define. Such a name refers to the program's
+object of that name in the other process. Calls are sent on standard output, answers arrive on standard input, and
+verdicts, one line per test, go to standard error.
 
-What a test expects is never told to the program: that something of the program's is equal to a plain value, or less, or
-has it among its items, is decided here. Only between two objects of the program's own is the program asked.
+The program never sees what a test expects: whether something of the program's is equal to a plain value, less than it, or
+contains it, is decided here. Only comparisons of two objects of the program are sent to the program.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from collections import deque
 
 from roll.sandbox.inside import codec
 
-TYPE_CHECKING = False  # without importing typing, which takes a while
+TYPE_CHECKING = False  # without importing typing, which is slow
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from typing import Any
 
 _LONGEST = 4 << 20
-"""Bytes of an answer."""
+"""Maximum bytes of an answer."""
 _MOST_ITEMS = 100_000
-"""Of an iterator that is an argument."""
+"""Maximum items of an iterator that is passed as an argument."""
 _CHANGEABLE = (list, dict, set, deque, bytearray)
 
 
 class ProgramGone(BaseException):
-    """The other process does not answer any more. No `except Exception` of a test's takes it for the test's own."""
+    """The other process no longer answers. A BaseException, so that a test's `except Exception` does not catch it."""
 
 
 class NotSendable(BaseException):
-    """An argument that cannot be sent to the program. That is no error of the program's, which a test could expect."""
+    """An argument that cannot be sent to the program. It is not the program's error, so a test cannot expect it."""
 
 
 class ProgramPipe:
@@ -45,15 +45,15 @@ class ProgramPipe:
         self._answers, self._requests = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
         self._known: dict[int, Any] = {}
         self.may_stop = False
-        """Whether the test is about the end of an iteration. To others a call that says so is an error: `all(map(…))`
-        would take it for the end of the tests."""
+        """Whether the test is about the end of an iteration. Otherwise a call that raises StopIteration is an error:
+        `all(map(…))` would take it for the end of the tests."""
 
     def ask(self, *request: Any) -> Any:
-        """What the other process answers, or the error that it met."""
+        """The other process's answer; raises the error that it reports."""
         return self._ask(*request)[1]
 
     def call(self, what: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """What a call returns. Arguments that it changed are changed here too."""
+        """The result of a call. Arguments that the call changed are changed here too."""
         if not any(isinstance(argument, (*_CHANGEABLE, tuple)) for argument in (*arguments, *named.values())):
             return self.ask("call", what, list(arguments), named)
         answer = self._ask("change", what, list(arguments), named)
@@ -85,7 +85,7 @@ class ProgramPipe:
         return answer
 
     def _error(self, name: str, text: str) -> Exception:
-        """The error that the program met, with its class, arguments and attributes where they can be had."""
+        """The program's error, with its class, arguments and attributes if they are available."""
         try:
             kind, arguments, attributes = self._exchange("raised")[1]
             if not issubclass(kind, Exception):
@@ -105,7 +105,7 @@ class ProgramPipe:
 
 
 class RemoteFunction:
-    """Stands for something in the other process: it can be called, and has its attributes, items and operators."""
+    """A proxy of an object in the other process: it can be called, and has its attributes, items and operators."""
 
     def __init__(self, line: ProgramPipe, number: int) -> None:
         self.__dict__.update(__line=line, __number=number)
@@ -134,7 +134,7 @@ class RemoteFunction:
         return isinstance(thing, RemoteFunction) and thing._do("isinstance", self) is True
 
     def __eq__(self, other: object) -> bool:
-        """A plain value is never equal: the program would learn what is expected, and could agree."""
+        """A plain value is never equal: the program would see what is expected, and could agree."""
         return isinstance(other, RemoteFunction) and self._do("eq", other) is True
 
     def __hash__(self) -> int:
@@ -159,8 +159,8 @@ for _name in ("lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv"
 
 
 class _Names(dict):  # type: ignore[type-arg]
-    """The names of a test. Of those that it does not define, what stays in the program is here from the beginning, also
-    for the bodies of classes, where Python asks no `__missing__`; variables are looked up when they are used."""
+    """The names of a test. Functions and classes of the program that the test uses are here from the start, also for
+    class bodies, where Python does not call `__missing__`; variables are looked up when they are used."""
 
     def __init__(self, line: ProgramPipe, names: Iterable[str]) -> None:
         super().__init__(__name__="tests")
@@ -168,7 +168,7 @@ class _Names(dict):  # type: ignore[type-arg]
         for name in self._names:
             try:
                 self.__missing__(name)
-            except (Exception, ProgramGone):  # the test hears of it where it uses the name
+            except (Exception, ProgramGone):  # the test gets the error where it uses the name
                 continue
 
     def __missing__(self, name: str) -> Any:
@@ -176,12 +176,12 @@ class _Names(dict):  # type: ignore[type-arg]
             raise KeyError(name)
         found = self._line.ask("name", name)
         if isinstance(found, (RemoteFunction, type)):
-            self[name] = found  # a variable may be another the next time
+            self[name] = found  # not cached otherwise: a variable may have changed next time
         return found
 
 
 def check(setup: str, tests: Sequence[str], names: Sequence[str]) -> None:
-    """Runs every test; each begins where the setup ended."""
+    """Runs every test; each starts with a fresh setup."""
     line, verdicts = ProgramPipe(), os.dup(2)
     for fd in (0, 1, 2):
         nothing = os.open(os.devnull, os.O_RDWR)
@@ -218,7 +218,7 @@ def _number_of(value: Any) -> int | list[Any]:
 
 
 def _exception(number: int, name: str, bases: Sequence[type]) -> type:
-    """A class that stands for an exception class of the program's: it can be raised and caught."""
+    """A class that represents an exception class of the program: it can be raised and caught."""
     if not all(issubclass(base, Exception) for base in bases):
         bases = (Exception,)
     return type(name, tuple(bases), {"_number": number, "__str__": _text_of})
@@ -228,7 +228,7 @@ def _named_error(name: str, text: str) -> Exception:
     kind = getattr(builtins, name, None)
     try:
         return kind(text) if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError(f"{name}: {text}")
-    except Exception:  # of those that need more than a text
+    except Exception:  # exceptions that need more than a text
         return RuntimeError(f"{name}: {text}")
 
 
@@ -237,7 +237,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def _take_over(here: Any, there: Any) -> Any:
-    """What the program made of a value, put into the one that the test has, so that who holds that sees it."""
+    """Applies the program's changes of a value to the test's own object, so that other references see them."""
     if type(here) is not type(there):
         return there
     if isinstance(here, tuple):

@@ -1,8 +1,8 @@
-"""Removes what a program left in its scratch folder: however deep, wide or closed it is, and never for long.
+"""Removes everything that a program left in its scratch folder, however deep, wide or protected, in bounded time.
 
-Every step is relative to an open folder and follows no link, so that nothing outside can be reached, whoever renames
-things meanwhile. Folders far below are moved up to the top one, and emptied there: depth costs neither descriptors nor
-long paths.
+Every operation is relative to an open folder and follows no link, so that nothing outside can be reached, even if
+something is renamed meanwhile. Deeply nested folders are moved to the top folder and emptied there: depth costs neither
+descriptors nor long paths.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ import _signal  # type: ignore[import-not-found]  # loads at once, signal does n
 import os
 import time
 
-TYPE_CHECKING = False  # without importing typing, which takes a while
+TYPE_CHECKING = False  # without importing typing, which is slow
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
 FOLDER = "roll-scratch-"
-"""What the names of scratch folders begin with."""
+"""The prefix of scratch folder names."""
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ONLY_PATH = getattr(os, "O_PATH", 0)
 _DEEPEST = 64
-"""Folders that are open at a time, each in the one before."""
+"""Maximum number of nested folders open at a time."""
 _AT_A_TIME = 4096
-"""Folders that are looked up in one go: a list of all might be long."""
+"""Folders that are listed at once: a list of all might be long."""
 _DESCRIPTORS = 256
 _FRESH_S = 60.0
 _MOST_S = 600.0
-"""Seconds after which the process that removes things later gives up."""
+"""Time after which the background process gives up."""
 
 
 def remove_tree(folder: str, until_s: float) -> bool:
-    """Removes a folder and all in it. False if something is still there: time (of `time.monotonic`) was up, or the system
-    does not let it go."""
+    """Removes a folder and everything in it. False if something is left: the time (of `time.monotonic`) was up, or the
+    system refused."""
     try:
         top = open_folder(folder)
     except FileNotFoundError:
@@ -48,7 +48,7 @@ def remove_tree(folder: str, until_s: float) -> bool:
 
 
 def open_folder(name: Any, within: Any = None) -> int:
-    """A descriptor of a folder that its owner can now list, enter and change. `OSError` if it is a link or no folder."""
+    """A descriptor of a folder that its owner can now list, enter and change. Raises `OSError` for a link or a file."""
     try:
         opened = os.open(name, _FOLDER, dir_fd=within)
     except PermissionError:
@@ -57,7 +57,7 @@ def open_folder(name: Any, within: Any = None) -> int:
             return os.open(name, _FOLDER, dir_fd=within)
         closed = os.open(name, _ONLY_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=within)
         try:
-            os.chmod(f"/proc/self/fd/{closed}", 0o700)  # the folder itself, even if its name is another's by now
+            os.chmod(f"/proc/self/fd/{closed}", 0o700)  # the folder itself, even if its name now belongs to another
             opened = os.open(".", _FOLDER, dir_fd=closed)
         finally:
             os.close(closed)
@@ -67,22 +67,23 @@ def open_folder(name: Any, within: Any = None) -> int:
 
 
 class _Removal:
-    """The emptying of one folder."""
+    """Empties one folder."""
 
     def __init__(self, top: int, until_s: float) -> None:
         self._top, self._until_s = top, until_s
         self._token, self._moved = os.urandom(8).hex(), 0
 
     def empty(self) -> bool:
-        """Whether the folder is empty now."""
-        while self._clear(self._top, 0):  # what was moved up comes next
+        """Empties the folder; returns whether it is empty now."""
+        while self._clear(self._top, 0):  # folders that were moved up come next
             if time.monotonic() > self._until_s:
                 return False
         with os.scandir(self._top) as entries:
             return next(entries, None) is None
 
     def _clear(self, within: int, depth: int) -> bool:
-        """Removes what is in an open folder, as far as it can. Whether any folder in it was removed or moved."""
+        """Removes the content of an open folder as far as possible. Returns whether a folder in it was removed or
+        moved."""
         some, changed = False, True
         while changed and time.monotonic() < self._until_s:
             changed = False
@@ -90,7 +91,7 @@ class _Removal:
                 try:
                     self._remove(name, within, depth)
                     some = changed = True
-                except OSError:  # gone, or the system does not let it go
+                except OSError:  # already removed, or the system refuses
                     continue
         return some
 
@@ -108,7 +109,7 @@ class _Removal:
 
 
 def _folders(within: int, until_s: float) -> Sequence[str]:
-    """The folders in an open folder, or the first of them. All else in it is removed on the way."""
+    """The folders in an open folder, or the first of them. Everything else in it is removed."""
     found: list[str] = []
     with os.scandir(within) as entries:
         for count, entry in enumerate(entries):
@@ -117,7 +118,7 @@ def _folders(within: int, until_s: float) -> Sequence[str]:
             else:
                 try:
                     os.unlink(entry.name, dir_fd=within)
-                except OSError:  # somebody else's, or gone
+                except OSError:  # another user's, or already removed
                     pass
             if len(found) >= _AT_A_TIME or (count & 255 == 255 and time.monotonic() > until_s):
                 break
@@ -125,7 +126,7 @@ def _folders(within: int, until_s: float) -> Sequence[str]:
 
 
 def remove_later(folders: Sequence[str]) -> None:
-    """Leaves folders to a process of its own, which nobody waits for. Those that a supervisor holds are passed over."""
+    """Removes folders in a background process that nobody waits for. Folders that a supervisor has locked are skipped."""
     if os.fork():
         return
     try:
@@ -139,20 +140,20 @@ def remove_later(folders: Sequence[str]) -> None:
                 held = hold(folder)
                 remove_tree(folder, until_s)
                 os.close(held)
-            except OSError:  # in use, or somebody else's
+            except OSError:  # in use, or another user's
                 continue
     finally:
         os._exit(0)
 
 
 def left_behind(place: str) -> list[str]:
-    """Scratch folders that have lain in a place for a while. Some may be in use."""
+    """Scratch folders that have been in a folder for a while. Some may be in use."""
     found = []
     for name in os.listdir(place):
         if name.startswith(FOLDER):
             folder = os.path.join(place, name)
             try:
-                if time.time() - os.lstat(folder).st_ctime > _FRESH_S:  # before, it may be about to be held
+                if time.time() - os.lstat(folder).st_ctime > _FRESH_S:  # a newer folder may be about to be locked
                     found.append(folder)
             except OSError:
                 continue
@@ -160,7 +161,7 @@ def left_behind(place: str) -> list[str]:
 
 
 def hold(folder: str) -> int:
-    """Has other processes know that a folder is in use, as long as the descriptor is open. `OSError` if it is already."""
+    """Locks a folder as in use while the descriptor is open. Raises `OSError` if it is locked already."""
     import fcntl
 
     opened = open_folder(folder)

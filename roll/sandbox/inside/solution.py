@@ -1,17 +1,17 @@
-"""Serves calls of untrusted functions: it reads requests from the standard input and answers on the standard output.
+"""Serves calls of untrusted functions: reads requests from standard input and answers on standard output.
 
-Requests, where `what` is something that stayed here, and in `call` also a global name of the program:
+Requests, where `what` is an object that stayed in this process, and in `call` also a global name of the program:
 
     ["call", what, arguments, named arguments]
-    ["change", what, arguments, named arguments]    answered also with the arguments, if the call changed them
-    ["solve", name, arguments, named arguments]     of a function, or else of a method of the class `Solution`
+    ["change", what, arguments, named arguments]    the answer includes the arguments if the call changed them
+    ["solve", name, arguments, named arguments]     calls a function, or else a method of the class `Solution`
     ["name", name]                                  a global name of the program
     ["get", what, name], ["set", what, name, value]
-    ["do", name, arguments]                         of an operator, or of a function of Python's own
+    ["do", name, arguments]                         calls an operator or a builtin
     ["raised"]                                      the last error: its class, arguments and attributes
 
-An answer is `["value", value]` or `["error", its type, its text]`. What the program prints goes to the standard error. It
-may write answers of its own: to know what is asked is not to know what is right.
+An answer is `["value", value]` or `["error", its type, its text]`. The program's output goes to standard error. The
+program may write answers of its own: knowing the question does not tell it the right answer.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import sys
 
 from roll.sandbox.inside import codec
 
-TYPE_CHECKING = False  # without importing typing, which takes a while
+TYPE_CHECKING = False  # without importing typing, which is slow
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
 
 def serve(source: str) -> None:
-    """Runs the program's text, then answers requests until there are no more."""
+    """Runs the program, then answers requests until there are no more."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
@@ -46,7 +46,7 @@ def serve(source: str) -> None:
 
 
 class _Serving:
-    """The program, and all of it that who asks has heard of."""
+    """The program, and all its objects that the other side has a reference to."""
 
     def __init__(self, program: dict[str, Any]) -> None:
         self._program = program
@@ -108,7 +108,7 @@ class _Serving:
         return self._program[name]
 
     def _keep(self, value: Any) -> int:
-        if id(value) not in self._numbers:  # what is kept lives on, so that its id stays its own
+        if id(value) not in self._numbers:  # a kept object stays alive, so that its id stays unique
             self._numbers[id(value)] = len(self._kept)
             self._kept.append(value)
         return self._numbers[id(value)]

@@ -1,7 +1,8 @@
-"""Stands above the program where bubblewrap does not: shuts it in, waits for its end and ends all that it started.
+"""Supervises the program where bubblewrap does not: isolates it, waits for its end and ends all its processes.
 
-In namespaces two processes do this: the one outside has only to live, and the other is the namespace's first, with which
-the kernel ends all others. On the plain level it is one, which descendants cannot leave: it adopts them.
+With namespaces there are two supervising processes: the outer one only has to live, and the inner one is the first
+process of the PID namespace, with which the kernel ends all others. On the plain level there is one, which descendants
+cannot leave: it adopts orphans.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from roll.sandbox.inside import kernel
 from roll.sandbox.inside.program import ENDED, LEFT
 from roll.sandbox.inside.removal import hold, left_behind, remove_later, remove_tree
 
-TYPE_CHECKING = False  # without importing typing, which takes a while
+TYPE_CHECKING = False  # without importing typing, which is slow
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn
 
 _SIGNALLED = 128
-"""What is added to a signal's number to make an exit status."""
+"""Added to a signal's number to get an exit status."""
 _REMOVE_S = 1.0
-"""Seconds for which the run waits until a scratch folder is removed."""
+"""Time for which the run waits until a scratch folder is removed."""
 
 
 def in_namespaces(config: dict[str, Any], program: Callable[[dict[str, Any]], None]) -> None:
-    """Runs the program in namespaces of its own. Only the process that is to be the program returns."""
+    """Runs the program in namespaces of its own. Only the process that becomes the program returns."""
     kernel.die_with_parent(signal.SIGKILL)
     _end_without_parent(config)
     kernel.enter_namespaces()
@@ -48,7 +49,7 @@ def in_namespaces(config: dict[str, Any], program: Callable[[dict[str, Any]], No
 
 
 def in_plain(config: dict[str, Any], program: Callable[[dict[str, Any]], None]) -> None:
-    """Runs the program with what the machine has to hold it. Only the process that is to be the program returns."""
+    """Runs the program with the guards that the machine has. Only the process that becomes the program returns."""
     if sys.platform == "linux":
         kernel.adopt_orphans()
         kernel.set_dumpable(0)
@@ -67,7 +68,7 @@ def in_plain(config: dict[str, Any], program: Callable[[dict[str, Any]], None]) 
 
 
 def _make_scratch(config: dict[str, Any]) -> None:
-    """A scratch folder that is held: who tidies up passes it over. As root it is a file system of its own."""
+    """Creates the scratch folder and locks it, so that cleanup skips it. As root it is a file system of its own."""
     os.mkdir(config["scratch"], 0o700)
     config["held"] = hold(config["scratch"])
     own = sys.platform == "linux" and "user" in config["guards"]
@@ -81,11 +82,13 @@ def _shut_in(config: dict[str, Any]) -> None:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-        kernel.set_dumpable(1)  # another user's process is hidden at first, and its open files could not be counted
+        # after a change of user a process cannot be inspected at first, and its open files could not be counted
+        kernel.set_dumpable(1)
     elif sys.platform == "linux":
-        config["rlimits"]["RLIMIT_NPROC"] += kernel.threads_of_user(os.getuid())  # the limit counts them all
+        # the limit counts all processes of the user
+        config["rlimits"]["RLIMIT_NPROC"] += kernel.threads_of_user(os.getuid())
     if sys.platform == "linux":
-        kernel.no_new_privileges()  # programs that would have another user's have them no more
+        kernel.no_new_privileges()  # set-user-id programs no longer get another user's rights
     if "files" in guards:
         kernel.restrict_files(config["readable"], config["devices"], scratch)
     if config["filter"]:
@@ -93,30 +96,30 @@ def _shut_in(config: dict[str, Any]) -> None:
 
 
 def _own_user(config: dict[str, Any], scratch: str) -> int:
-    """A user whom no other process on the machine has, and who owns the scratch folder."""
+    """A user id that no other process on the machine has; it becomes the owner of the scratch folder."""
     for user in (config["users"] + os.getpid(), config["nobody"]):
         try:
             os.chown(scratch, user, user)
             return int(user)
-        except OSError:  # in a container that has but a few users
+        except OSError:  # in a container with few user ids
             continue
     raise OSError("the scratch folder cannot be given to another user")
 
 
 def _stand_by(config: dict[str, Any], child: int, clean: bool = False) -> NoReturn:
-    """Reaps whatever ends until the child has, and ends as it did."""
+    """Reaps ended processes until the child has ended, and exits with its status."""
     for fd in (0, 1, 2, config["payload"], *config["joins"]):
         os.close(fd)
     code = _reap_until(child)
     if clean:
         _end_group(child)
-        os.write(config["status"], ENDED)  # what follows takes no time of the program's
+        os.write(config["status"], ENDED)  # what follows does not count as the program's time
         _finish(config, code)
     os._exit(code)
 
 
 def _fork_hidden() -> int:
-    """A fork whose parent no process of the same user can look into, write to, or interrupt. Never is it otherwise."""
+    """Forks; no process of the same user can inspect, write to or interrupt the parent, at any moment."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     kernel.set_dumpable(0)
     child = os.fork()
@@ -127,7 +130,7 @@ def _fork_hidden() -> int:
 
 
 def _reap_until(child: int) -> int:
-    """Reaps whatever ends until the child has; its exit status."""
+    """Reaps ended processes until the child has ended; returns its exit status."""
     while True:
         # waits: the run ends this process when its time is up
         pid, status = os.waitpid(-1, 0)
@@ -136,7 +139,7 @@ def _reap_until(child: int) -> int:
 
 
 def _finish(config: dict[str, Any], code: int) -> NoReturn:
-    """Ends all descendants, frees the scratch folder, or has another process do so if it takes long, and exits."""
+    """Ends all descendants, removes the scratch folder (in another process if it takes long), and exits."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_descendants()
     later = left_behind(os.path.dirname(config["scratch"])) if config["tidy"] else []
@@ -156,7 +159,7 @@ def _finish(config: dict[str, Any], code: int) -> NoReturn:
 
 
 def _end_group(leader: int) -> None:
-    """Where descendants cannot be found, at least those who stayed with the program end with it."""
+    """If descendants cannot be found, ends at least those in the program's process group."""
     try:
         os.killpg(leader, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -164,7 +167,7 @@ def _end_group(leader: int) -> None:
 
 
 def end_descendants() -> None:
-    """Stops them all first, round by round, because one that runs can start another meanwhile; then kills them."""
+    """Stops all of them first, in rounds, because a running one can start another meanwhile; then kills them."""
     stopped: list[int] = []
     while True:
         running = [pid for pid in kernel.descendants(os.getpid()) if pid not in stopped]
@@ -190,6 +193,6 @@ def _send(number: int, pids: list[int]) -> None:
 
 
 def _end_without_parent(config: dict[str, Any]) -> None:
-    """The parent may have ended before this process could ask to be told."""
+    """Exits if the parent ended before this process could request its death signal."""
     if os.getppid() != config["parent"]:
         os._exit(0)
