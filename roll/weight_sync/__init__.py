@@ -1,1 +1,1 @@
-"""How bytes move between roles."""
+"""Weight sync: moves weights from the trainer to the engines and verifies them."""

@@ -1,8 +1,8 @@
-"""One process group for weights, beside any other: rank 0 sends, all others receive.
+"""A separate process group for weight sync: rank 0 broadcasts, all other ranks receive.
 
-What always holds: torch's default process group is neither needed nor touched; every wait ends within the deadline, by a
-`GroupBroke` that says who waited for whom, and at once when another thread abandons the group; after an error the group
-is of no more use, and is closed and made anew.
+Invariants: torch's default process group is neither needed nor changed; every wait ends within the deadline, with a
+`GroupBroke` that says which side waited for which, or within a second after another thread abandons and closes the group;
+after an error the group cannot be used again: close it and create a new one.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from roll.config.errors import RunError
 BroadcastBackend: TypeAlias = Literal["gloo", "nccl"]
 
 _LOOK_S = 0.5
-"""How often a wait looks whether the group was abandoned."""
+"""Interval at which a wait checks whether the group was abandoned."""
 _MEET_S = 0.01
-"""How often a rank looks whether all have come."""
+"""Interval at which a rank checks whether all ranks have reached the store."""
 _CONNECT_S = 30.0
-"""For ranks that have all come to connect to each other."""
+"""Deadline for the ranks to connect to each other once all have reached the store."""
 
 
 class GroupBroke(RunError):
-    """A rank died, came late or left: the others form a new group."""
+    """A rank died, missed the deadline or left: the group must be created again."""
 
 
 class _Group(Protocol):
@@ -43,10 +43,10 @@ class _Group(Protocol):
 
 
 class BroadcastGroup:
-    """Made on every rank at about the same time: the constructor returns once all have joined.
+    """Create it on every rank at about the same time: the constructor returns once all ranks have joined.
 
-    Rank 0 names a host and a free port of its machine to the others beforehand, and listens there. Who sets `abandoned`
-    ends every wait of this rank: gloo itself waits for a machine without power until the deadline.
+    All ranks must know a host and a free port of rank 0, which listens there. Setting `abandoned` ends every wait of this
+    rank: gloo itself would wait for a powered-off machine until the deadline.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class BroadcastGroup:
         self._backend = backend
         self._abandoned = abandoned or threading.Event()
         self.device = device or torch.device("cpu")
-        """Where the tensors to broadcast lie."""
+        """Device of the tensors to broadcast."""
         self._name = f"the broadcast group at {address}:{port} (rank {rank} of {world_size}, {backend})"
         self._deadline = timedelta(seconds=deadline_s)
         if backend == "nccl" and not dist.is_nccl_available():
             raise RunError("this build of torch has no NCCL: broadcast with gloo, or install torch for CUDA")
         self._group: _Group | None = None
         self._work: dist.Work | None = None
-        """A broadcast that is under way, or was given up."""
+        """A broadcast that is in flight or was abandoned."""
         try:
             store = self._met(address, port, world_size)
             self._group = _group(backend, store, rank, world_size, self._deadline, address)
@@ -82,7 +82,7 @@ class BroadcastGroup:
             ) from error
 
     def _met(self, address: str, port: int, world_size: int) -> TCPStore:
-        """The store at which all ranks have come."""
+        """Returns the store once all ranks have reached it."""
         until_s = time.monotonic() + self._deadline.total_seconds()
         first = self.rank == 0
         store = TCPStore(address, port, world_size, is_master=first, timeout=self._deadline, wait_for_workers=False)
@@ -97,18 +97,18 @@ class BroadcastGroup:
 
     @staticmethod
     def free_port() -> int:
-        """A port nobody listened on a moment ago."""
+        """A port that was free a moment ago."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return int(probe.getsockname()[1])
 
     @staticmethod
     def host() -> str:
-        """The address other machines reach this one at; 127.0.0.1 on a machine without a network."""
+        """The address at which other machines reach this one; 127.0.0.1 on a machine without a network."""
         return host_address()
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Makes every rank's tensor, flat uint8 and of one length everywhere, that of rank 0."""
+        """Copies rank 0's tensor to every rank. The tensors are flat uint8 and have the same length on all ranks."""
         group = self._group
         if group is None:
             raise GroupBroke(f"{self._name} is closed: make a new one")
@@ -139,7 +139,7 @@ class BroadcastGroup:
                     raise RuntimeError("it was abandoned") from None
 
     def close(self) -> None:
-        """Lets go of the connections, without waiting for the others."""
+        """Closes the connections without waiting for the other ranks."""
         group, self._group = self._group, None
         if group is None:
             return
@@ -170,14 +170,14 @@ def _group(
 
 
 def _outlast(group: _Group, work: dist.Work, deadline: timedelta) -> None:
-    """Keeps a group until its last operation has ended: letting go of it earlier would block whoever does."""
+    """Keeps a group alive until its last operation has ended: releasing it earlier would block the releasing thread."""
     with suppress(RuntimeError):
         work.wait(deadline)
     group.abort()
 
 
 def _broadcasting(deadline: timedelta) -> dist.BroadcastOptions:
-    """From rank 0, within the deadline."""
+    """Options of a broadcast from rank 0 with the deadline."""
     options = dist.BroadcastOptions()
     options.rootRank = options.rootTensor = 0
     options.timeout = deadline

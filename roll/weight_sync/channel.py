@@ -1,9 +1,9 @@
-"""Byte slots that two processes of one machine both see: in shared memory, or on a GPU both use.
+"""Byte slots that processes of one machine share: in shared memory, or on a GPU that both use.
 
-What always holds: a slot's bytes written on one side and settled are the bytes read on the other; who writes when is the
-users' agreement (`stream`). The creator owns the memory: once it has closed, been collected, exited or died, nothing new
-attaches, and the memory goes when the last side lets go. A slot held past `close` stays valid memory (on a GPU, memory
-that may hold other bytes by then).
+Invariants: bytes that one side wrote to a slot and settled are the bytes that the other side reads; the callers
+coordinate when each side writes (`stream`). The creator owns the memory: once its channel was closed or collected, or its
+process has ended, nothing new can attach, and the memory is freed when the last side releases it. A slot tensor that is
+used after `close` is still valid memory (on a GPU, memory that may contain other bytes by then).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from roll.config.errors import RunError
 
 SHM = Path("/dev/shm")
 PREFIX = "roll-"
-"""With the creator's process id, the start of every name this module makes."""
+"""Prefix of every file name of this module; the creator's process id follows."""
 
 ChannelKind: TypeAlias = Literal["shared_memory", "cuda_ipc"]
 Backing: TypeAlias = Literal["memfd", "file"]
@@ -39,13 +39,13 @@ class Channel(Protocol):
 
     @property
     def handle(self) -> Handle:
-        """What the other side attaches with; picklable."""
+        """A picklable handle with which the other side attaches."""
 
     def slot(self, index: int) -> Tensor:
-        """The slot's bytes, flat uint8."""
+        """The slot's bytes as a flat uint8 tensor."""
 
     def settle(self) -> None:
-        """Returns once every copy this side made into or out of the slots is done."""
+        """Returns once all copies of this side into and out of the slots are complete."""
 
     def close(self) -> None: ...
 
@@ -54,7 +54,7 @@ class Channel(Protocol):
 class SharedMemoryHandle:
     path: str
     inode: int
-    """Tells the memory from another that came to lie at the same path."""
+    """Distinguishes the memory from a later one with the same path."""
     slots: int
     slot_bytes: int
 
@@ -64,7 +64,7 @@ class CudaIpcHandle:
     rebuild: Callable[..., Tensor]
     arguments: tuple[Any, ...]
     gpu: str
-    """The GPU's UUID: processes number their GPUs differently."""
+    """UUID of the GPU, because processes number their GPUs differently."""
     slots: int
     slot_bytes: int
 
@@ -73,18 +73,18 @@ Handle: TypeAlias = SharedMemoryHandle | CudaIpcHandle
 
 
 def attach(handle: Handle) -> Channel:
-    """The other side of a channel created on this machine."""
+    """Attaches to a channel that was created on this machine."""
     if isinstance(handle, SharedMemoryHandle):
         return SharedMemoryChannel.attach(handle)
     return CudaIpcChannel.attach(handle)
 
 
 class SharedMemoryChannel:
-    """Slots in host memory, behind a file descriptor of the creator or, where others may not open that, a file.
+    """Slots in host memory: a memfd of the creator or, if other processes may not open that, a file in /dev/shm.
 
-    Memory behind a descriptor has no name and cannot be left behind, not even by SIGKILL; other processes of the user
-    open it as /proc/<pid>/fd/<n>. A file in /dev/shm is removed by `close`, collection and exit; one whose creator was
-    killed is removed when the next is created.
+    A memfd has no name and cannot be leaked, not even by SIGKILL; other processes of the user open it as
+    /proc/<pid>/fd/<n>. A file in /dev/shm is removed by `close`, garbage collection and exit; if its creator was killed,
+    it is removed when the next file is created.
     """
 
     def __init__(self, handle: SharedMemoryHandle, descriptor: int) -> None:
@@ -95,7 +95,7 @@ class SharedMemoryChannel:
 
     @classmethod
     def create(cls, slots: int, slot_bytes: int, backing: Backing | None = None) -> SharedMemoryChannel:
-        """Takes all the memory at once, so that a machine without it fails here and not in the middle of a copy."""
+        """Allocates all memory at once, so that a lack of memory fails here and not in the middle of a copy."""
         _check_size(slots, slot_bytes)
         backing = backing or ("memfd" if _descriptors_are_open_to_others() else "file")
         descriptor, path = _memfd() if backing == "memfd" else _file()
@@ -130,7 +130,7 @@ class SharedMemoryChannel:
                 raise RunError(f"the shared memory {handle.path} is not the one meant: its creator has closed it or died")
             return cls(handle, descriptor)
         finally:
-            os.close(descriptor)  # the mapping stays
+            os.close(descriptor)  # the memory stays mapped
 
     @property
     def handle(self) -> SharedMemoryHandle:
@@ -144,7 +144,7 @@ class SharedMemoryChannel:
         return _slot(self._memory, index, self._handle)
 
     def settle(self) -> None:
-        """Copies to and from host memory are done when they return."""
+        """Does nothing: copies to and from host memory are synchronous."""
 
     def close(self) -> None:
         self._memory = None
@@ -152,10 +152,10 @@ class SharedMemoryChannel:
 
 
 class CudaIpcChannel:
-    """Slots in the memory of a GPU that the processes share, any number of them.
+    """Slots in the memory of a GPU that any number of processes share.
 
-    Torch counts one receiver a handle, and keeps the memory of a handle that none or several attached to for good. So the
-    creator's count is taken off at once, and each receiver counts on a tensor of its own.
+    Torch expects exactly one receiver per handle and otherwise never frees the memory. So the creator releases its
+    reference count at once, and each receiver counts on a tensor of its own.
     """
 
     def __init__(self, handle: CudaIpcHandle, memory: Tensor, counted: Tensor | None = None) -> None:
@@ -229,8 +229,8 @@ def _check_size(slots: int, slot_bytes: int) -> None:
 
 
 def _descriptors_are_open_to_others() -> bool:
-    """Whether other processes of this user may open this one's descriptors: /proc gives those of a protected process to
-    root."""
+    """Whether other processes of this user may open this process's descriptors: in /proc, those of a protected process
+    belong to root."""
     try:
         return os.stat(f"/proc/{os.getpid()}/fd").st_uid == os.geteuid()
     except OSError:
@@ -243,10 +243,11 @@ def _memfd() -> tuple[int, Path]:
 
 
 def _file() -> tuple[int, Path]:
-    """A new locked file: the lock ends with the creator, however that ends, and tells others that it has."""
+    """Creates a locked file. The kernel releases the lock when the creator ends for any reason, so others can detect
+    that."""
     _remove_leftovers()
     path = SHM / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
-    unlocked = path.with_name(f".{path.name}")  # under its name a file is always locked, or left over
+    unlocked = path.with_name(f".{path.name}")  # so that an unlocked file under the final name is always a leftover
     descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     unlocked.rename(path)
@@ -258,17 +259,17 @@ def _remove_leftovers() -> None:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
-            continue  # another user's, or gone by now
+            continue  # it belongs to another user, or was removed in the meantime
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink(missing_ok=True)
         except BlockingIOError:
-            pass  # its creator lives
+            pass  # its creator is alive
         finally:
             os.close(descriptor)
 
 
 def _let_go(creator: int, descriptor: int, file: Path | None) -> None:
-    if file is not None and creator == os.getpid():  # a fork of the creator runs this too when it exits
+    if file is not None and creator == os.getpid():  # a forked child of the creator runs this too at exit
         file.unlink(missing_ok=True)
     os.close(descriptor)

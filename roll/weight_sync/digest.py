@@ -1,7 +1,7 @@
 """A 64-bit digest of a tensor's bytes, the same on every device.
 
-What always holds: equal bytes give equal digests, whatever the dtype, shape, strides or device; one changed byte always
-gives another digest; extra memory is bounded, whatever the tensor's size (a tensor that is not contiguous is copied).
+Invariants: equal bytes give equal digests, whatever the dtype, shape, strides or device; one changed byte always changes
+the digest; extra memory is bounded, whatever the tensor's size (a tensor that is not contiguous is copied).
 
 The bytes, padded with zeros, are signed 32-bit words w; the digest is the sum of w * weight(position) modulo 2^64, mixed
 with the byte count. Weights are pseudo-random, 64 bits and odd. One changed word changes the sum by d * weight with
@@ -9,9 +9,9 @@ with the byte count. Weights are pseudo-random, 64 bits and odd. One changed wor
 would be faster and wrong: 2^63 times the sum of two odd weights is 0, so two changed signs could cancel.) It guards
 against faults, not against forgery.
 
-A sum can be taken apart: each rank of a sharded trainer sums the bytes it holds, at their positions in the whole tensor
-(`partial_sum`), and the sum over ranks finishes to the digest of the whole tensor, which nobody has to gather. A word cut
-by a shard's boundary is the sum of its two halves, each padded with zeros.
+The sum is additive: each rank of a sharded trainer sums the bytes it holds, at their positions in the whole tensor
+(`partial_sum`), and `finish` turns the sum over ranks into the digest of the whole tensor, which no rank has to gather. A
+word that a shard boundary splits is the sum of its two halves, each padded with zeros.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 BLOCK_WORDS = 1 << 20
 _PIECE_WORDS = {"cpu": 1 << 17}
-"""Words of a block that are multiplied at once, where not all are: their products stay in the cache."""
+"""Words of a block that are multiplied at once, by device type (default: all), so that the products stay in the cache."""
 _WORD = 4
 _BLOCK_BYTES = _WORD * BLOCK_WORDS
 _MASK = (1 << 64) - 1
@@ -36,8 +36,8 @@ def digest(tensor: Tensor) -> int:
 
 @torch.no_grad()
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Each tensor's digest, by name. Devices work ahead: the sums are read after the last was asked for. Each tensor is
-    asked for once and not kept."""
+    """Each tensor's digest, by name. Devices run asynchronously: the sums are read after the last one was launched. Each
+    tensor is looked up once and not kept."""
     tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
     sums: dict[str, tuple[Tensor, int]] = {}
     for name, tensor in tensors.items():
@@ -51,15 +51,15 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 @torch.no_grad()
 def partial_sum(pieces: Iterable[tuple[int, Tensor]], device: torch.device) -> Tensor:
-    """The part of a tensor's sum that some of its bytes make, a scalar on the device: pieces of the tensor, each with the
-    byte of the whole tensor that it starts at. The sums of all parts, added modulo 2^64, go through `finish`."""
+    """The contribution of some bytes to a tensor's sum, a scalar on the device. `pieces`: pieces of the tensor, each with
+    its byte offset in the whole tensor. Add the sums of all parts modulo 2^64 and pass the total to `finish`."""
     return partial_sums([(_BLOCK_BYTES, pieces)], device)[0]
 
 
 @torch.no_grad()
 def partial_sums(parts: Iterable[tuple[int, Iterable[tuple[int, Tensor]]]], device: torch.device) -> Tensor:
-    """The `partial_sum` of some bytes of each of several tensors, [tensors] on the device: the byte count of each whole
-    tensor, and the pieces of it. The pieces are asked for one after the other and not kept."""
+    """The `partial_sum` of several tensors, [tensors] on the device. `parts`: per tensor, the byte count of the whole
+    tensor and its pieces, which are consumed one after another and not kept."""
     tables: tuple[Tensor, Tensor] | None = None
     sums = []
     for nbytes, pieces in parts:
@@ -74,14 +74,14 @@ def partial_sums(parts: Iterable[tuple[int, Iterable[tuple[int, Tensor]]]], devi
 
 
 def _tables(words: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The weights of the first positions of any block, and room for products."""
+    """The weights of the first positions of any block, and a scratch tensor for products."""
     weights = _odd_weights(0, words, device)
     return weights, torch.empty_like(weights[: _PIECE_WORDS.get(device.type, words)])
 
 
 def _weighted_sum(flat: Tensor, start: int, weights: Tensor, scratch: Tensor) -> Tensor:
-    """The sum of bytes that begin at byte `start` of their tensor, a scalar on their device.
-    weight(position) = weights[position in its block] * the block's own."""
+    """The weighted sum of bytes that start at byte `start` of their tensor, a scalar on their device.
+    weight(position) = weights[position in its block] * the block's weight."""
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     if not len(flat):
         return total
@@ -98,7 +98,7 @@ def _weighted_sum(flat: Tensor, start: int, weights: Tensor, scratch: Tensor) ->
 
 
 def _words(piece: Tensor, lead: int = 0) -> Tensor:
-    """The bytes as 32-bit words, `lead` zeros before them: a view where they are whole and aligned, else a copy padded
+    """The bytes as 32-bit words after `lead` zero bytes: a view if the words are complete and aligned, else a copy padded
     with zeros."""
     if not lead and len(piece) % _WORD == 0 and piece.storage_offset() % _WORD == 0:
         return piece.view(torch.int32)
@@ -108,7 +108,7 @@ def _words(piece: Tensor, lead: int = 0) -> Tensor:
 
 
 def _odd_weights(first: int, count: int, device: torch.device) -> Tensor:
-    """Pseudo-random odd 64-bit numbers of the positions first, first + 1, …: the finaliser of SplitMix64."""
+    """Pseudo-random odd 64-bit numbers for the positions first, first + 1, …: the finaliser of SplitMix64."""
     x = torch.arange(first + 1, first + 1 + count, dtype=torch.int64, device=device).mul_(_signed(_GAMMA))
     x.bitwise_xor_(_shifted(x, 30)).mul_(_signed(_MIX_1))
     x.bitwise_xor_(_shifted(x, 27)).mul_(_signed(_MIX_2))
@@ -116,12 +116,12 @@ def _odd_weights(first: int, count: int, device: torch.device) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)  # >> repeats the sign of an int64
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)  # >> extends the sign of an int64
 
 
 def finish(total: int, nbytes: int) -> int:
-    """The digest of a tensor of so many bytes from its sum: a bijection for each byte count, so that what differs before
-    differs after."""
+    """The digest of a tensor of `nbytes` bytes from its sum: a bijection for each byte count, so different sums give
+    different digests."""
     x = (total + nbytes * _GAMMA) & _MASK
     x = ((x ^ (x >> 30)) * _MIX_1) & _MASK
     x = ((x ^ (x >> 27)) * _MIX_2) & _MASK

@@ -1,7 +1,7 @@
-"""A copy of a version's tensors in one piece of host memory, which processes of this machine map and read in place.
+"""A copy of a version's tensors in one block of host memory, which processes of this machine map and read in place.
 
-What always holds: the tensors are the ones of the specs, contiguous, in memory that every reader sees as it is now; who
-writes when is the users' agreement. The memory goes with the copy, however its process ends.
+Invariants: the tensors match the specs and are contiguous; readers see every write at once, so the callers coordinate
+when to write. The memory is freed with the copy, however its process ends.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class HostCopy:
             start += size
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copies the values of the tensors, each of which is asked for once."""
+        """Copies the values of the tensors; each tensor is looked up once."""
         for name, own in self.tensors.items():
             own.copy_(tensors[name])
 
     def address(self, named: Mapping[str, Tensor]) -> dict[str, Any]:
-        """What a reader finds some of the tensors by, under the names given: plain values, those of `read`."""
+        """The location of some of the tensors, under the given names, as plain values: the arguments of `read`."""
         handle, memory = self._channel.handle, self._channel.slot(0)
         pieces = []
         for name, view in named.items():
@@ -49,7 +49,7 @@ class HostCopy:
 
 
 def read(path: str, inode: int, nbytes: int, pieces: Sequence[Sequence[Any]]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors at an address, by name, in the memory they lie in."""
+    """The tensors at an address, by name, as views of the shared memory."""
     memory = SharedMemoryChannel.attach(SharedMemoryHandle(path, inode, 1, nbytes)).slot(0)
     for name, kind, shape, offset in pieces:
         dtype: torch.dtype = getattr(torch, kind)

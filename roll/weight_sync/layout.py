@@ -1,8 +1,8 @@
-"""Where the bytes of named tensors lie in buckets of bounded size: pure arithmetic, and the copies it describes.
+"""The layout of named tensors in buckets of bounded size: pure arithmetic, and the copies that it describes.
 
-What always holds: every byte of every tensor lies in exactly one span; spans of a bucket do not overlap and start at
-multiples of 16 bytes; a tensor that fits into a bucket is never cut. So a bucket's copies are few and large, and no side
-ever needs more memory than the buckets it keeps.
+Invariants: every byte of every tensor is in exactly one span; spans of a bucket do not overlap and start at multiples of
+16 bytes; a tensor that fits into a bucket is never split. So a bucket needs few and large copies, and no side needs more
+memory than the buckets it holds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class TensorSpan:
-    """Bytes [start, start + size) of a tensor lie at `offset` of the bucket."""
+    """Bytes [start, start + size) of a tensor, stored at `offset` of the bucket."""
 
     tensor: str
     start: int
@@ -48,8 +48,8 @@ class TensorSpan:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Example: tensors a (40 bytes), b (8) and c (100) in buckets of 64 bytes lie as [a at 0, b at 48], [c's first 64],
-    [c's last 36]."""
+    """Which spans are in which bucket. Example: tensors a (40 bytes), b (8) and c (100) in buckets of 64 bytes become
+    [a at 0, b at 48], [c's first 64], [c's last 36]."""
 
     tensors: tuple[TensorSpec, ...]
     bucket_bytes: int
@@ -62,7 +62,7 @@ class BucketLayout:
 
     @classmethod
     def of_specs(cls, specs: Sequence[TensorSpec], bucket_bytes: int) -> BucketLayout:
-        """The layout of tensors that need not be here."""
+        """The layout of tensors by their specs; the tensors need not be in this process."""
         if bucket_bytes < ALIGNMENT:
             raise ValueError(f"a bucket of {bucket_bytes} bytes is too small: give at least {ALIGNMENT}")
         return cls(tuple(specs), bucket_bytes, _cut(specs, bucket_bytes))
@@ -73,11 +73,11 @@ class BucketLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """What the fullest bucket holds: room enough for any bucket, never more than `bucket_bytes`."""
+        """Used bytes of the fullest bucket: enough for any bucket, never more than `bucket_bytes`."""
         return max(map(used_bytes, self.buckets), default=0)
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises, naming the first tensor that differs, unless `tensors` are those of the layout, contiguous."""
+        """Raises `RunError` with the first tensor that differs, unless `tensors` match the layout and are contiguous."""
         for spec in self.tensors:
             if spec.name not in tensors:
                 raise RunError(
@@ -99,14 +99,14 @@ class BucketLayout:
 
 
 def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
-    """What tensors are called and like; raises for one whose bytes cannot be moved in place."""
+    """The specs of tensors; raises `RunError` for a tensor that is not contiguous."""
     for name, tensor in tensors.items():
         flat_bytes(name, tensor)
     return tuple(TensorSpec.of(name, tensor) for name, tensor in tensors.items())
 
 
 def used_bytes(spans: Sequence[TensorSpan]) -> int:
-    """How many of a bucket's bytes are meant: its last span's end."""
+    """Used bytes of a bucket: the end of its last span."""
     return spans[-1].offset + spans[-1].size if spans else 0
 
 
@@ -125,7 +125,7 @@ def unpack(bucket: Tensor, spans: Iterable[TensorSpan], tensors: Mapping[str, Te
 
 
 def flat_bytes(name: str, tensor: Tensor) -> Tensor:
-    """The tensor's own storage as flat uint8, without a copy; a tensor that has gaps or another order is refused."""
+    """A flat uint8 view of the tensor's storage; raises `RunError` for a tensor that is not contiguous."""
     if not tensor.is_contiguous():
         raise RunError(
             f"tensor {name!r} is not contiguous (shape {list(tensor.shape)}, strides {list(tensor.stride())}): "
@@ -137,7 +137,7 @@ def flat_bytes(name: str, tensor: Tensor) -> Tensor:
 def _cut(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[tuple[TensorSpan, ...], ...]:
     room = bucket_bytes - bucket_bytes % ALIGNMENT
     buckets: list[list[TensorSpan]] = [[]]
-    end = 0  # of the open bucket's spans, aligned
+    end = 0  # aligned end of the last span in the current bucket
     for spec in specs:
         start = 0
         while start < spec.nbytes:

@@ -1,7 +1,7 @@
-"""What a model publishes: its tensors, with adapters merged, under the names that it has without adapters.
+"""The tensors that a model publishes: adapters are merged, and names are those of the model without adapters.
 
-So engines need not know of adapters. A merged tensor is made when it is asked for and kept no longer than until the next
-one is: publishing needs room for one of them, not for a second model.
+So engines need no LoRA support. A merged tensor is computed on access and kept only until the next one is: publishing
+needs memory for one merged tensor, not for a second model.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def published_tensors(model: PreTrainedModel) -> Mapping[str, Tensor]:
 
 
 def plain_tensors(model: nn.Module, layers: Mapping[str, Any]) -> dict[str, tuple[Tensor, Any]]:
-    """The model's tensors but for its adapters', under the names they have without adapters, each with the adapted layer
-    whose weight it is, or None."""
+    """The model's tensors without those of its adapters, by the names they have without adapters. Each comes with the
+    adapted layer whose weight it is, or None."""
     plain: dict[str, tuple[Tensor, Any]] = {}
     for name, tensor in named_tensors(model).items():
         if is_adapter(name):
@@ -35,7 +35,7 @@ def plain_tensors(model: nn.Module, layers: Mapping[str, Any]) -> dict[str, tupl
 
 
 class MergedTensors(Mapping[str, Tensor]):
-    """What always holds: a tensor is the same bits however often it is asked for, while the weights stay."""
+    """Invariant: repeated accesses to a tensor are bit-identical while the weights do not change."""
 
     def __init__(self, model: PreTrainedModel, layers: Mapping[str, Any]) -> None:
         plain = plain_tensors(model, layers)
@@ -46,7 +46,7 @@ class MergedTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._layers:
             return self._tensors[name]
-        if self._last is None or self._last[0] != name:  # one that is cut over several buckets is asked for again
+        if self._last is None or self._last[0] != name:  # a tensor split over several buckets is accessed repeatedly
             self._last = None
             self._last = name, merged_weight(self._layers[name])
         return self._last[1]

@@ -1,4 +1,4 @@
-"""What a trainer tells the engines of a version that is about to travel."""
+"""Messages from the trainer to the engines before a weight sync: the announcement of a version, and the rendezvous."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from roll.weight_sync.stream import WeightManifest
 
 Path = Literal["shared_memory", "broadcast", "cuda_ipc"]
 SLOTS = 2
-"""Buckets on their way at once: one is written while one is read."""
+"""Bucket slots: one is written while the other is read."""
 
 
 @dataclass(frozen=True)
 class WeightAnnouncement:
-    """A version's manifest, and the memory it will come through (none when it is broadcast)."""
+    """A version's manifest, and the handle of the shared memory for its buckets (None for a broadcast)."""
 
     manifest: WeightManifest
     handle: Handle | None
@@ -27,17 +27,18 @@ class WeightAnnouncement:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where a trainer and all engines meet to broadcast: the trainer is rank 0."""
+    """The rendezvous of the broadcast process group, in which the trainer is rank 0."""
 
     address: str
     port: int
     ranks: dict[int, int]
-    """Number in the group of each engine, by its rank in its role."""
+    """Maps an engine's rank in its role to its rank in the broadcast process group."""
     backend: BroadcastBackend
     deadline_s: float
 
     def join(self, rank: int, device: str, abandoned: threading.Event | None = None) -> BroadcastGroup:
-        """Returns once all have come. Blocks: call it in a thread. Who sets `abandoned` ends that, and the group."""
+        """Joins the group; returns once all ranks have joined. Blocks: call it in a thread. Setting `abandoned` ends the
+        wait and every later wait of the group."""
         on = torch.device(device if self.backend == "nccl" else "cpu")
         return BroadcastGroup(
             rank, len(self.ranks) + 1, self.address, self.port, self.backend, self.deadline_s, on, abandoned

@@ -1,12 +1,11 @@
-"""Publishing tensors that no process holds whole: each rank adds its own bytes to a bucket, and one rank has it.
+"""Publishing sharded tensors: each rank adds its own bytes to a bucket, and the root rank gets the complete bucket.
 
-What always holds: beside its shards a rank needs one bucket (the root none but the one that it is given, if that is on
-its device) and a block of one tensor, whatever the tensors' sizes; every
-byte of a bucket comes from exactly one rank, so adding the ranks' buckets as integers puts them together exactly; a
-digest is the sum of what the ranks compute from their own bytes. Every rank calls the same methods in the same order:
-they are collective.
+Invariants: beside its shards a rank needs memory for one bucket (the root only for the bucket it is given, if that is on
+its device) and for a block of one tensor, whatever the tensors' sizes; every byte of a bucket comes from exactly one
+rank, so an integer sum-reduce over the ranks' buckets is exact; a digest is the sum of the values that the ranks compute
+from their own bytes. The methods are collective: every rank calls them in the same order.
 
-Example: two ranks hold the rows 0-1 and 2-3 of a [4, 8] bf16 tensor (64 bytes). Of a bucket with its bytes 16 to 47 the
+Example: two ranks hold the rows 0-1 and 2-3 of a [4, 8] bf16 tensor (64 bytes). For a bucket with its bytes 16 to 47 the
 first rank writes 16 to 31 and the second 32 to 47; the rest of each rank's bucket is zero.
 """
 
@@ -24,33 +23,33 @@ from roll.weight_sync.digest import finish, partial_sums
 from roll.weight_sync.layout import ALIGNMENT, TensorSpan, TensorSpec
 
 BLOCK_ELEMENTS = 1 << 22
-"""Elements of a shard that are read at once: the memory that casting or merging them takes is bounded by it."""
+"""Elements of a shard that are read at once, which bounds the memory for casting or merging them."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's part of a tensor, which is seen as a matrix: some of its rows, and of each the same columns.
+    """A rank's part of a tensor, viewed as a matrix: some rows, and the same columns of each.
 
-    Example: of a [4, 8, 2] tensor whose second dimension is cut in two, the second rank has the columns 8 to 15 of the
-    rows of [4, 16].
+    Example: if the second dimension of a [4, 8, 2] tensor is sharded over two ranks, the second rank has the columns 8 to
+    15 of all rows of [4, 16].
     """
 
     width: int
-    """Elements of a row of the whole tensor."""
+    """Elements per row of the whole tensor."""
     rows: slice
     columns: slice
     dtype: torch.dtype
-    """That the tensor is served in."""
+    """The dtype that the engines serve the tensor in."""
     read: Callable[[int, int], Tensor]
-    """The part's elements from one number to another, counted in its own order, flat. In any precision: they are rounded
-    to the served one where they are used, so that no more of them are cast than are needed."""
+    """`read(start, end)`: the shard's elements [start, end) in its own order, flat, in any dtype. They are cast to the
+    served dtype when used, so that only needed elements are cast."""
 
     @classmethod
     def of(
         cls, shape: tuple[int, ...], box: tuple[slice, ...], values: Tensor, dtype: torch.dtype | None = None
     ) -> Shard:
-        """The shard with these values, contiguous, which are a box of the whole tensor, served in their own precision or
-        another."""
+        """The shard with these contiguous values, which are a box of the whole tensor; `dtype` is the served dtype, by
+        default that of the values."""
         flat = values.detach().view(-1)
         return cls.reading(shape, box, dtype or values.dtype, lambda start, end: flat[start:end])
 
@@ -58,7 +57,7 @@ class Shard:
     def reading(
         cls, shape: tuple[int, ...], box: tuple[slice, ...], dtype: torch.dtype, read: Callable[[int, int], Tensor]
     ) -> Shard:
-        """The shard of a box of the whole tensor."""
+        """The shard of a box of the whole tensor, with its elements from `read`."""
         cut = [dim for dim, each in enumerate(box) if (each.start, each.stop) != (0, shape[dim])]
         last = cut[-1] if cut else 0
         inner = prod(shape[last + 1 :])
@@ -75,9 +74,8 @@ class Shard:
         return cls(1, slice(0, 0), slice(0, 0), dtype, lambda start, end: torch.empty(0, dtype=dtype))
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """The part as runs of elements that follow each other in the whole tensor: the byte where each starts there, and
-        its elements in the served precision, with zeros for those between them that other ranks have. They are made one
-        at a time."""
+        """The shard as contiguous runs of the whole tensor: the byte offset of each run, and its elements in the served
+        dtype, with zeros for elements of other ranks in between. They are created one at a time."""
         size = self.columns.stop - self.columns.start
         for first, rows, start, count in self._blocks(0, self.rows.stop * self.width):
             found = self.read(start, start + rows * count).to(self.dtype)
@@ -88,7 +86,7 @@ class Shard:
             yield first * self.dtype.itemsize, found
 
     def copy_span(self, span: TensorSpan, bucket: Tensor) -> None:
-        """Copies what the rank has of the span's bytes to their place in the bucket."""
+        """Copies this rank's part of the span's bytes to their offset in the bucket."""
         itemsize = self.dtype.itemsize
         begin, end = span.start // itemsize, (span.start + span.size) // itemsize
         target = bucket[span.offset : span.offset + span.size].view(self.dtype)
@@ -98,9 +96,9 @@ class Shard:
             strided.copy_(found)
 
     def _blocks(self, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-        """What the part has of the whole tensor's elements [begin, end), in blocks of equal runs in neighbouring rows: a
-        block's first element there, its rows, its first element in the part's own order, and the length of its runs. Of a
-        row that begins or ends within the range there is a block of its own; long ones are cut."""
+        """The shard's part of the whole tensor's elements [begin, end), in blocks of equal runs in adjacent rows. Per
+        block: its first element in the whole tensor, its rows, its first element in the shard's own order, and the length
+        of its runs. A row that the range covers only partly is a block of its own; long rows are split."""
         lead, size = self.columns.start, self.columns.stop - self.columns.start
         if not size:
             return
@@ -109,7 +107,7 @@ class Shard:
         while row < last:
             at = row * self.width + lead
             own = (row - self.rows.start) * size
-            whole = min(last, (end - lead - size) // self.width + 1) - row  # rows whose columns are all before the end
+            whole = min(last, (end - lead - size) // self.width + 1) - row  # rows with all columns before `end`
             if at >= begin and whole > 0 and size <= BLOCK_ELEMENTS:
                 rows = min(whole, most)
                 yield at, rows, own, size
@@ -122,11 +120,11 @@ class Shard:
 
 
 class ShardedTensors:
-    """A source of tensors for a `Sender`, on each rank of a process group.
+    """A `TensorSource` for a `Sender`, on each rank of a process group.
 
-    `shard_of` gives a rank's part by name and is asked again for every bucket, so that nothing is kept; of a tensor that
-    another rank contributes (a replica's), it gives a shard without elements. It is asked for the same names in the same
-    order on all ranks, so it may itself call the other ranks.
+    `shard_of` returns a rank's shard by name. It is called again for every bucket, so that nothing is kept; for a tensor
+    that another rank contributes (a replica), it returns an empty shard. It is called with the same names in the same
+    order on all ranks, so it may itself use collectives.
     """
 
     def __init__(
@@ -137,7 +135,7 @@ class ShardedTensors:
         device: torch.device,
         root: int = 0,
     ) -> None:
-        """`root` is the rank within the group that gets the buckets."""
+        """`root` is the rank within the group that receives the complete buckets."""
         self.specs = tuple(specs)
         self.device = device
         self._shard_of = shard_of
@@ -158,7 +156,7 @@ class ShardedTensors:
 
     @torch.no_grad()
     def pack(self, bucket: Tensor | None, spans: Iterable[TensorSpan]) -> None:
-        """Puts the spans' bytes together in the root's bucket; the others have none."""
+        """Reduces the spans' bytes of all ranks into the root's bucket; the other ranks pass None."""
         spans = tuple(spans)
         used = -(-(spans[-1].offset + spans[-1].size) // ALIGNMENT) * ALIGNMENT
         own = bucket[:used] if bucket is not None and self._adds_in(bucket, used) else self._room(used)
@@ -171,7 +169,7 @@ class ShardedTensors:
             bucket[:size].copy_(own[:size])
 
     def _adds_in(self, bucket: Tensor, used: int) -> bool:
-        """Whether the ranks' bytes can be added in the bucket itself, so that the root needs no second one."""
+        """Whether the reduce can run in the bucket itself, so that the root needs no second one."""
         return bucket.device == self.device and len(bucket) >= used and bucket.data_ptr() % ALIGNMENT == 0
 
     def _room(self, size: int) -> Tensor:

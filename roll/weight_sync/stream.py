@@ -1,8 +1,8 @@
-"""Weights on their way from one trainer to many engines, bucket by bucket, verified at the end.
+"""The stream of weights from one trainer to many engines, bucket by bucket, verified at the end.
 
-What always holds: an engine's weights count as a version's only if the digest of every tensor, computed from the engine's
-own storage after loading, is the trainer's; no side keeps more than its slots (or one bucket, when broadcasting) beside
-the tensors themselves.
+Invariants: an engine accepts a version only if the digest of every tensor, computed from the engine's own storage after
+loading, equals the trainer's; no side needs more memory than its slots (or one bucket for a broadcast) beside the tensors
+themselves.
 
     trainer                                     each engine
     sender.manifest(version, …)     ──────►     receiver.begin(manifest, sender.open(kind))
@@ -31,23 +31,23 @@ from roll.weight_sync.layout import BucketLayout, TensorSpan, TensorSpec, pack, 
 
 @dataclass(frozen=True)
 class WeightManifest:
-    """What a version is: its tensors' layout and digests, and the probe the trainer ran with it."""
+    """Describes a version: its tensors' layout and digests, and the trainer's log-probs of the probe prompt."""
 
     version: int
     layout: BucketLayout
     digests: dict[str, int]
-    """One a tensor, by name."""
+    """One per tensor, by name."""
     probe: Tensor
     """Token ids of the fixed prompt."""
     log_probs: Tensor
     """The trainer's log-probs of the probe's tokens after the first."""
     dtype: torch.dtype
-    """The precision served in: that of the first tensor of floating point."""
+    """The served dtype: that of the first floating-point tensor."""
 
 
 class TensorSource(Protocol):
-    """Where a sender has its tensors from: this process, or all ranks of a trainer, on each of which the same methods are
-    called in the same order."""
+    """Where a sender gets its tensors from: this process, or all ranks of a trainer. Then the methods are collective:
+    every rank calls them in the same order."""
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]: ...
@@ -58,12 +58,12 @@ class TensorSource(Protocol):
     def digests(self) -> dict[str, int]: ...
 
     def pack(self, bucket: Tensor | None, spans: Iterable[TensorSpan]) -> None:
-        """Writes the spans' bytes into the bucket; a rank that sends nothing itself gives none."""
+        """Writes the spans' bytes into the bucket; a rank that does not send passes None."""
         ...
 
 
 class WholeTensors:
-    """Tensors that this process has; they may be made as they are asked for, since none is kept."""
+    """Unsharded tensors of this process. The mapping may compute them on access: none is kept."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
@@ -85,7 +85,7 @@ class WholeTensors:
 
 
 class Sender:
-    """The trainer's side. The tensors must not change between `manifest` and the last `write` of a version."""
+    """The trainer's side. The tensors must not change between `manifest` and the last bucket of a version."""
 
     def __init__(self, tensors: Mapping[str, Tensor] | TensorSource, bucket_bytes: int) -> None:
         self._source = _source(tensors)
@@ -111,30 +111,31 @@ class Sender:
         return WeightManifest(version, self.layout, self._source.digests(), probe.cpu(), log_probs.cpu(), dtypes[0])
 
     def open(self, kind: ChannelKind, slots: int = 2) -> Handle:
-        """A channel for the buckets; the open one where it is of that kind, because used memory is faster than fresh."""
+        """Opens a channel for the buckets. An open channel of that kind is reused, because touched memory is faster than
+        fresh memory."""
         if self._channel is None or self._kind != kind or self._channel.slots != slots:
             self._close_channel()
             self._channel, self._kind = self._create(kind, slots), kind
         return self._channel.handle
 
     def write(self, bucket: int) -> None:
-        """Packs the bucket into its slot, which every receiver must have loaded before."""
+        """Packs the bucket into its slot. Every receiver must have loaded the slot's previous bucket."""
         channel = _opened(self._channel)
         self._source.pack(channel.slot(bucket % channel.slots), self.layout.buckets[bucket])
         channel.settle()
 
     def contribute(self, bucket: int) -> None:
-        """The part of a rank that does not send in a bucket that another rank writes or broadcasts."""
+        """Adds the shards of a rank that does not send to a bucket that another rank writes or broadcasts."""
         self._source.pack(None, self.layout.buckets[bucket])
 
     def contribute_all(self) -> None:
-        """The part of a rank that does not send in all buckets of a version."""
+        """Calls `contribute` for all buckets of a version."""
         for bucket in range(len(self.layout.buckets)):
             self.contribute(bucket)
 
     def broadcast(self, group: BroadcastGroup) -> None:
-        """Sends every bucket to the group's other ranks, each of which must be in `receive`. When one is lost, the
-        buckets that are left are packed nevertheless: ranks that contribute to them stay in step."""
+        """Sends every bucket to the group's other ranks, each of which must be in `receive`. If the broadcast fails, the
+        remaining buckets are still packed, so that the ranks that contribute to them stay synchronized."""
         self._buffer = _bucket_buffer(self._buffer, self.layout, group)
         lost: Exception | None = None
         for spans in self.layout.buckets:
@@ -145,7 +146,7 @@ class Sender:
             except Exception as error:
                 lost = error
         if lost is not None:
-            self._buffer = None  # the lost broadcast may still read it
+            self._buffer = None  # the failed broadcast may still read it
             raise lost
 
     def close(self) -> None:
@@ -168,7 +169,8 @@ class Sender:
 
 
 class Receiver:
-    """An engine's side: loads into its own tensors' storage, which holds no version between `begin` and `finish`."""
+    """An engine's side: loads into the storage of the engine's tensors, which are no valid version between `begin` and
+    `finish`."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = dict(tensors)
@@ -185,7 +187,7 @@ class Receiver:
         self._tensors = {}
 
     def begin(self, manifest: WeightManifest, handle: Handle | None = None) -> None:
-        """Refuses a manifest of other tensors; attaches to the channel, unless it is the one already attached."""
+        """Starts a version: checks that the manifest matches the tensors, and attaches to the channel if it is new."""
         manifest.layout.check(self._tensors)
         if self._channel is not None and self._channel.handle != handle:
             self._channel.close()
@@ -203,14 +205,14 @@ class Receiver:
         """Loads every bucket from the group's rank 0, which must be in `broadcast`."""
         layout = self._begun().layout
         buffer = _bucket_buffer(self._buffer, layout, group)
-        self._buffer = None  # a broadcast that is lost may still write to it
+        self._buffer = None  # a failed broadcast may still write to it
         for spans in layout.buckets:
             group.broadcast(buffer[: used_bytes(spans)])
             unpack(buffer, spans, self._tensors)
         self._buffer = buffer
 
     def finish(self) -> list[str]:
-        """The tensors whose bytes are not the manifest's, by name; none: the version is verified."""
+        """The names of the tensors whose digests differ from the manifest's; an empty list means verified."""
         manifest = self._begun()
         own = digests({spec.name: self._tensors[spec.name] for spec in manifest.layout.tensors})
         return [name for name, value in own.items() if value != manifest.digests[name]]
@@ -235,12 +237,12 @@ async def stream(
     """Moves all buckets through the slots: each is written once, then loaded once by every receiver, in order.
 
     A bucket is loaded only after it was written, and its slot (bucket % slots) is rewritten only after every receiver has
-    loaded it; within that, writing and all receivers go on at once. An error or a cancellation anywhere ends all, and the
-    first error is raised; calls already made at another process may still run there. Waits are as long as those calls:
-    put a deadline around it.
+    loaded it; apart from that, the writer and all receivers run concurrently. An error or a cancellation anywhere ends
+    all of them, and the first error is raised; calls already sent to another process may still run there. The waits are
+    as long as those calls: put a deadline around it.
 
-    Example: four buckets, two slots, two receivers of which B takes twice as long as all else. Bucket 2 shares a slot
-    with 0 and waits for B; receiver A is then held up by the writer, never by more than two buckets.
+    Example: four buckets, two slots, two receivers, of which B takes twice as long as all others. Bucket 2 shares a slot
+    with 0 and waits for B; receiver A then waits for the writer, by never more than two buckets.
 
         time     1    2    3    4    5    6    7    8    9
         write    0    1    .    2    .    3    .    .    .
@@ -286,7 +288,7 @@ def _opened(channel: Channel | None) -> Channel:
 
 
 def _bucket_buffer(buffer: Tensor | None, layout: BucketLayout, group: BroadcastGroup) -> Tensor:
-    """Room for any bucket of the layout on the group's device: the one given where it suffices."""
+    """A buffer for any bucket of the layout on the group's device; reuses the given one if it is large enough."""
     if buffer is not None and buffer.device == group.device and len(buffer) >= layout.slot_bytes:
         return buffer
     return torch.empty(layout.slot_bytes, dtype=torch.uint8, device=group.device)

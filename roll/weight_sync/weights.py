@@ -1,7 +1,7 @@
-"""Weights from the trainer to the engines: every publish has a version, and is checked before anything is served.
+"""Versions of the weights: every publish has a version, and the engine verifies it before it serves it.
 
-In one process the engine uses the trainer's own parameters, so publishing moves nothing. What is checked: the engine's
-parameters are the very storage the trainer writes, and the log-probs both compute for a fixed prompt agree.
+In one process the engine uses the trainer's own parameters, so publishing copies nothing. The engine then checks that its
+parameters are the storage that the trainer writes, and that the log-probs of both for a probe prompt agree.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from roll.config.errors import RunError
 
 PROBE_TOKENS = 12
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.35}
-"""Largest mean difference of the probe's log-probs that kernels of a precision may cause."""
+"""Largest mean absolute difference of the probe's log-probs that different kernels may cause, by dtype."""
 QUANTIZED_TOLERANCE = 1.5
-"""The same of an engine that rounds weights to fewer bits: 0.42 was seen with FP8, other weights differ by several."""
+"""The same for an engine that quantizes the weights: 0.42 was measured with FP8; wrong weights differ by several."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """One version of the weights, by reference: the model whose parameters they are, and the probe the trainer ran."""
+    """One version of the weights, by reference: the trainer's model and parameters, and its log-probs of the probe."""
 
     version: int
     model: PreTrainedModel
@@ -42,7 +42,7 @@ class Weights:
 
 
 class HasProbe(Protocol):
-    """A version of the weights that carries the trainer's probe: `Weights` in one process, a `Manifest` between two."""
+    """A version of the weights with the trainer's probe: `Weights` in one process, a `WeightManifest` between two."""
 
     @property
     def version(self) -> int: ...
@@ -55,14 +55,14 @@ class HasProbe(Protocol):
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The model's parameters and persistent buffers, each storage once: tied ones under the name that comes first."""
+    """The model's parameters and persistent buffers, each storage once: tied ones under their first name."""
     tensors: dict[str, Tensor] = {}
     seen: set[tuple[object, ...]] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
             continue  # a module's extra state may be anything
         place: tuple[object, ...] = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if isinstance(tensor, DTensor):  # has no storage of its own; tied parameters are one object
+        if isinstance(tensor, DTensor):  # a DTensor has no storage of its own; tied parameters are one object
             place = (id(tensor),)
         if tensor.numel() == 0 or place not in seen:
             seen.add(place)
@@ -71,12 +71,12 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def probe_ids(vocab: int) -> Tensor:
-    """A fixed prompt for a vocabulary: tokens spread over it."""
+    """The probe prompt for a vocabulary: a fixed set of tokens spread over it."""
     return torch.arange(1, PROBE_TOKENS + 1) * 7919 % vocab
 
 
 def check_probe(weights: HasProbe, log_probs: Tensor, *, quantized: bool = False) -> None:
-    """Raises when an engine's log-probs of the probe differ from the trainer's by more than kernels do."""
+    """Raises `RunError` if an engine's log-probs of the probe differ from the trainer's by more than the tolerance."""
     difference = float((log_probs - weights.log_probs).abs().mean())
     allowed = QUANTIZED_TOLERANCE if quantized else PROBE_TOLERANCE[weights.dtype]
     if not difference <= allowed:
@@ -87,7 +87,7 @@ def check_probe(weights: HasProbe, log_probs: Tensor, *, quantized: bool = False
 
 
 def check_shared(weights: Weights, model: PreTrainedModel) -> None:
-    """Raises when a parameter of the engine's model is not the trainer's storage."""
+    """Raises `RunError` if a parameter of the engine's model does not share the trainer's storage."""
     for name, parameter in model.named_parameters():
         if name not in weights.parameters or parameter.data_ptr() != weights.parameters[name].data_ptr():
             raise RunError(f"the engine's tensor {name!r} is not the trainer's: version {weights.version} not loaded")
