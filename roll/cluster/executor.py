@@ -67,7 +67,7 @@ class Executor(Protocol):
         ...
 
     def connect(self) -> None:
-        """Makes sure that workers can be started."""
+        """Connects to the cluster, if there is one, so that workers can be started."""
         ...
 
     def write_logs_to(self, folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:

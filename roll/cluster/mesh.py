@@ -37,7 +37,7 @@ class MeshShape:
 
     @property
     def copy(self) -> int:
-        """Ranks that hold one copy of the parameters together."""
+        """Ranks per replica, which together hold the parameters once."""
         return self.shard * self.context * self.tensor
 
     @property

@@ -22,9 +22,9 @@ class Dispatch(Enum):
     """How the arguments of a call reach a role's workers."""
 
     ALL = "all"
-    """Every worker gets the same arguments; the result is the first worker's."""
+    """Every worker gets the same arguments; the result is rank 0's."""
     ONE = "one"
-    """Only the first worker is called."""
+    """Only rank 0 is called."""
     DATA = "data"
     """Batches are split over the workers, balanced by tokens; results are joined by the method's `join`."""
 

@@ -62,7 +62,7 @@ class GroupTable:
 
     @property
     def oldest_open_version(self) -> int | None:
-        """The oldest version of weights that an open group was issued at."""
+        """The oldest weights version at which an open group was issued; None without open groups."""
         self._versions = +self._versions  # unary plus removes zero counts
         return min(self._versions, default=None)
 

@@ -95,13 +95,13 @@ class Sender:
         self._buffer: Tensor | None = None
 
     def rebind(self, tensors: Mapping[str, Tensor] | TensorSource) -> None:
-        """The same tensors, whose storage has moved."""
+        """Replaces the tensors by the same ones after their storage has moved."""
         if isinstance(tensors, Mapping):
             self.layout.check(tensors)
         self._source = _source(tensors)
 
     def let_go(self) -> None:
-        """Keeps no tensor's storage alive until `rebind`."""
+        """Releases the tensors until `rebind`, so that their storage can be freed."""
         self._source = WholeTensors({})
 
     def manifest(self, version: int, probe: Tensor, log_probs: Tensor) -> WeightManifest:
@@ -179,11 +179,11 @@ class Receiver:
         self._buffer: Tensor | None = None
 
     def rebind(self, tensors: Mapping[str, Tensor]) -> None:
-        """The same tensors, whose storage has moved."""
+        """Replaces the tensors by the same ones after their storage has moved."""
         self._tensors = dict(tensors)
 
     def let_go(self) -> None:
-        """Keeps no tensor's storage alive until `rebind`."""
+        """Releases the tensors until `rebind`, so that their storage can be freed."""
         self._tensors = {}
 
     def begin(self, manifest: WeightManifest, handle: Handle | None = None) -> None:

@@ -1,9 +1,9 @@
 """Weight sync: publishes the actor's weights as a version that the engines serve.
 
-Invariants: when `publish` returns, every engine has verified that it has the actor's bytes; an engine serves nothing
-before. Engines in the actor's process use its parameters, so nothing is copied; other engines receive the weights in
-buckets, by the path that suits their placement. If the actor has several ranks, all of them are called: each adds its
-shards to every bucket, and rank 0 sends it.
+Invariants: when `publish` returns, every engine has verified that it has the actor's bytes; an engine that is receiving
+weights serves nothing until it has verified them. Engines in the actor's process use its parameters, so nothing is
+copied; other engines receive the weights in buckets, by the path that suits their placement. If the actor has several
+ranks, all of them are called: each adds its shards to every bucket, and rank 0 sends it.
 """
 
 from __future__ import annotations
