@@ -1,4 +1,4 @@
-"""The command line: `roll train`, `roll eval`, `roll rollout` and the others, and what they print."""
+"""The command line: `roll train`, `roll eval`, `roll rollout` and the others, and their output."""
 
 from roll.cli.commands import main
 

@@ -1,8 +1,8 @@
 """The command line: `roll train`, `eval`, `rollout`, `plan`, `ledger`, `export`, `doctor`.
 
-Exit status 0: done. 1: the run failed. 2: the user's error, one message and nothing else. 128 + n: stopped early by
-signal n, so 130 after Ctrl-C, 143 after `kill`, 129 when the terminal was closed; `roll train` has saved by then, unless
-it was stopped twice. Output that nobody reads (`| head`, `>&-`) changes none of these.
+Exit status 0: done. 1: the run failed. 2: the user's error, reported in one message. 128 + n: stopped early by signal n,
+so 130 after Ctrl-C, 143 after `kill`, 129 when the terminal was closed; `roll train` has saved by then, unless it was
+stopped twice. Output without a reader (`| head`, `>&-`) changes none of these.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class _Commands(TyperGroup):
-    """All commands. A signal's number would be lost in the exit status that typer makes of a KeyboardInterrupt."""
+    """All commands. Keeps the signal's number, which typer's own exit status for a KeyboardInterrupt would lose."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -135,7 +135,7 @@ def train(
             print_summary(_console, summary)
             return
         again = shlex.join(["roll", "train", config, *(overrides or []), "--resume", *(["--code", code] if code else [])])
-        for line in held_out_lines(summary) if live else ():  # the plain reporter has said them
+        for line in held_out_lines(summary) if live else ():  # the plain reporter has printed them
             _console.print(line, markup=False, highlight=False)
         done = f"stopped after step {summary['steps']} of {summary['steps_planned']}; continue with"
         _console.print(done, highlight=False)
@@ -152,7 +152,7 @@ def evaluate(
 ) -> None:
     """Measure the held-out reward, for sft the held-out loss: of a CONFIG's model, or of a RUN's newest checkpoint."""
     settings = _config_of(target, overrides or [], code)
-    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # users' code may print when it is loaded
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # user code may print when it is imported
         found = _found(settings)
         from roll.pipeline.entrypoints import evaluate as run_evaluation
 
@@ -254,7 +254,8 @@ def export(
     """Write a run's newest weights as a folder that transformers loads; adapters are merged into their model."""
     from roll.pipeline.export import export_model
 
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # which is imported only if there is something to merge
+    # transformers is imported only if there is something to merge
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     step = export_model(run, folder, adapter=adapter)
     loads = "PeftModel.from_pretrained(base, " if adapter else "AutoModelForCausalLM.from_pretrained("
     said = f"step {step} of {run} is in {folder}: {loads}{str(folder)!r})"
@@ -266,7 +267,7 @@ def repair(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what is damaged.")] = False,
 ) -> None:
-    """Find what is damaged in a run's folder and mend it; what is taken out is moved aside, never deleted."""
+    """Find and repair damage in a run's folder; what is taken out is moved aside, never deleted."""
     from roll.rollout.buffer_checkpoint import under_way
     from roll.run.repair import repair as mend
 
@@ -294,7 +295,7 @@ def doctor() -> None:
     findings = examine()
     table = Table("", "what")
     for name in ("found", "for", "advice"):
-        table.add_column(name, overflow="fold")  # a path that is cut off with … helps nobody
+        table.add_column(name, overflow="fold")  # a path that is cut off with … is useless
     colors = {"✓": "green", "✗": "red", "–": "yellow"}
     for finding in findings:
         mark = Text(finding.mark, colors[finding.mark])
@@ -321,7 +322,7 @@ def _config_of(target: str, overrides: list[str], code: str | None) -> Config:
 
 
 def _check_code(config: Config, code: str | None) -> Code | None:
-    """Refuses to resume a run whose code has changed, before the seconds that importing all the rest takes."""
+    """Refuses to resume a run whose code has changed, before the slow imports."""
     from roll.pipeline.run_code import check_code, code_to_resume
     from roll.run.folder import RunFolder
 
@@ -333,7 +334,7 @@ def _check_code(config: Config, code: str | None) -> Code | None:
 
 
 def _print_reward(run: Path) -> None:
-    """Says what judged the attempts of a run."""
+    """Prints the reward of a run."""
     from roll.config import load_config
     from roll.run.code import RunCode, reward_of
 
@@ -343,8 +344,8 @@ def _print_reward(run: Path) -> None:
 
 
 def _found(config: Config, read: bool = True) -> Found | None:
-    """What the config names; without `read`, only the model is looked for. Refuses what is not there before the seconds
-    that importing all the rest takes."""
+    """The tasks or chats that the config names; without `read`, only the model is checked. Refuses missing ones before
+    the slow imports."""
     from roll.pipeline.preflight import check_model, find
 
     found = find(config) if read else None
@@ -362,11 +363,11 @@ def _quiet_libraries() -> None:
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """The entry point: the one place where a user's errors become a message and an exit status."""
+    """The entry point: here a user's errors become a message and an exit status."""
     try:
         with tolerant_output(), command_line():
             return _run(arguments)
-    except RunError as error:  # what was printed last could not be written
+    except RunError as error:  # the last output could not be written
         return _failed(error)
     except Exception as error:
         from roll.config.secrets import KNOWN
@@ -383,7 +384,7 @@ def _run(arguments: list[str] | None) -> Any:
         return 2
     except RunError as error:
         return _failed(error)
-    except SystemExit as end:  # how typer ends, also after it has said what is wrong with the arguments
+    except SystemExit as end:  # typer ends like this, also after it has reported wrong arguments
         return end.code
     return 0
 

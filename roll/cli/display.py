@@ -1,4 +1,4 @@
-"""What a person sees: the live display of a run, and its end."""
+"""The terminal output: the live display of a run, and its summary."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 class LiveReporter:
-    """A panel that is drawn anew while the run goes on. It appears with the first event: a refused run shows none."""
+    """A panel that is redrawn while the run continues. It appears with the first event, so a refused run shows none."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -38,7 +38,7 @@ class LiveReporter:
         self._values: list[float] = []
         self._measured: list[tuple[int, Measured]] = []
         self._stages = StateTable()
-        # Last, because it draws once at once.
+        # Last, because it draws at once.
         self._live = Live(console=console, refresh_per_second=4, transient=False, get_renderable=self._draw)
 
     def __enter__(self) -> Self:
@@ -111,7 +111,7 @@ class LiveReporter:
 
 
 def phase_grid(stages: StateTable) -> Table:
-    """A column a stage: how many samples are in it, and how long those before them stayed."""
+    """One column per state: the samples in it, and how long samples that left it had stayed."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
     for _ in stages.rows:
@@ -124,7 +124,7 @@ def phase_grid(stages: StateTable) -> Table:
 
 
 def share_texts(stages: StateTable) -> list[str]:
-    """What is known of how well the rollout goes."""
+    """Short texts about discarded tokens and staleness, as far as they are known."""
     texts = []
     if stages.waste_share is not None:
         texts.append(f"{stages.waste_share:.1%} of generated tokens discarded")
@@ -135,7 +135,7 @@ def share_texts(stages: StateTable) -> list[str]:
 
 
 def short(seconds: float | None) -> str:
-    """Seconds in at most five characters where they are fewer than 100000; a dot where there are none."""
+    """Seconds in at most five characters if below 100000; a dot for None."""
     if seconds is None:
         return "·"
     if seconds < 0.005:
@@ -144,7 +144,7 @@ def short(seconds: float | None) -> str:
 
 
 def spark(values: list[float], width: int = 40) -> str:
-    """The last values as a row of bars, from 0 to the largest of them (at least 1)."""
+    """The last values as a row of bars, from 0 to their maximum (at least 1)."""
     top = max(1.0, *values) if values else 1.0
     return "".join(_BARS[min(int(max(v, 0.0) / top * len(_BARS)), len(_BARS) - 1)] for v in values[-width:])
 
@@ -156,7 +156,7 @@ def clock(seconds: float) -> str:
 
 
 def print_summary(console: Console, summary: dict[str, Any]) -> None:
-    """What was held out before and after, where the curve is, and what to try next."""
+    """Prints held-out results before and after, the path of the curve, and commands to try next."""
     console.print(f"{summary['steps']} steps in {clock(summary['seconds'])} (minutes:seconds)")
     for line in held_out_lines(summary):
         console.print(line, style="bold", markup=False, highlight=False)
@@ -188,7 +188,7 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
 
 
 def print_evaluation(console: Console, result: Evaluation | SFTEval) -> None:
-    """What `roll eval` found: some answers, and every number; where there are several sets, in a table."""
+    """Prints the result of `roll eval`: some answers, and all numbers; with several sets, in a table."""
     if not isinstance(result, Evaluation):
         console.print(str(result), markup=False, highlight=False, soft_wrap=True)
         return
@@ -209,7 +209,7 @@ def print_evaluation(console: Console, result: Evaluation | SFTEval) -> None:
 
 
 def set_table(evaluation: Evaluation) -> Table:
-    """A row for each estimate of each set."""
+    """One row per estimate and set."""
     table = Table()
     for name in ("set", "measure", "value", "95 % interval", "tasks", "answers", "failed"):
         table.add_column(name, no_wrap=True)
@@ -224,12 +224,12 @@ def set_table(evaluation: Evaluation) -> Table:
 
 
 def _asked(answer: dict[str, Any]) -> tuple[str, str]:
-    """The set and the question that an answer is to."""
+    """The set and the question of an answer."""
     return answer.get("set", HELD_OUT), answer["question"]
 
 
 def _marked(answer: dict[str, Any], measure: str) -> Text:
-    """An answer with a mark where rewards say right or wrong, else with its reward."""
+    """An answer with a mark if rewards mean right or wrong, otherwise with its reward."""
     reward, text = answer["reward"], answer["answer"].strip()
     if measure != "accuracy":
         return Text(f"[{reward:g}] {text}")

@@ -1,4 +1,4 @@
-"""`roll doctor`: what is here, what is missing, and what to do about it."""
+"""`roll doctor`: what is installed, what is missing, and what to do about it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEEDED = ("torch", "transformers", "pydantic", "safetensors", "math-verify", "te
 
 @dataclass(frozen=True)
 class OptionalDependency:
-    """A package that only some runs need: what for, and how it is installed. `others` do in its place."""
+    """A package that only some runs need: its purpose, and how to install it. One of `others` can replace it."""
 
     name: str
     purpose: str
@@ -48,10 +48,10 @@ class CheckResult:
     what: str
     value: str
     ok: bool = True
-    """False where something must be done: `advice` says what."""
+    """False if something must be done: `advice` says what."""
     advice: str = ""
     purpose: str = ""
-    """What it is for, if only some runs need it."""
+    """Its purpose, if only some runs need it."""
 
     @property
     def mark(self) -> str:

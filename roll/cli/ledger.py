@@ -1,4 +1,4 @@
-"""What `roll ledger` prints: answers of a ledger's index, as tables for people or one JSON object for programs."""
+"""The output of `roll ledger`: results of a ledger's index, as tables or as one JSON object."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from roll.ledger.sample_history import HistoryEntry
 _TOP = 5
 _ROWS = 40
 _EPOCH_S = 1e8
-"""Times before this are seconds of a simulation, and not dates."""
+"""Smaller times are seconds of a simulation, not dates."""
 
 
 @dataclass(frozen=True)
 class LedgerQuery:
-    """What was asked; nothing asked is the summary."""
+    """What to show; by default the summary."""
 
     task: str | None = None
     sample: str | None = None
@@ -37,7 +37,7 @@ class LedgerQuery:
 
 @dataclass(frozen=True)
 class LedgerSummary:
-    """A run on one screen. Times are of the first sample's beginning and of the last transition."""
+    """A run on one screen. The times are those of the first sample's beginning and of the last transition."""
 
     samples: dict[str, int]
     undone: int
@@ -50,7 +50,7 @@ class LedgerSummary:
 
 @dataclass(frozen=True)
 class LedgerResult:
-    """An answer by its name in JSON, and how people see it."""
+    """A result: its name in JSON, its value, and how it is rendered."""
 
     name: str
     value: Any
@@ -58,7 +58,7 @@ class LedgerResult:
 
 
 def answers(index: LedgerIndex, questions: LedgerQuery) -> list[LedgerResult]:
-    """The answers, in a fixed order."""
+    """The results, in a fixed order."""
     found = []
     if questions.task is not None:
         found.append(LedgerResult("task", index.task(questions.task), partial(_task, questions.task)))
@@ -211,7 +211,7 @@ def _listed(info: Mapping[str, Any]) -> str:
 
 
 def _path(steps: Sequence[HistoryEntry]) -> Text:
-    """`queued 0.01 → generating 2.1 → dropped (stale: two versions old)`; what does not count is dim."""
+    """`queued 0.01 → generating 2.1 → dropped (stale: two versions old)`; transitions that do not count are dim."""
     path = Text()
     for step, spent in zip(steps, _spent(steps), strict=True):
         reason = f"({step.transition.reason})" if step.transition.reason else ""
@@ -222,7 +222,7 @@ def _path(steps: Sequence[HistoryEntry]) -> Text:
 
 
 def _spent(steps: Sequence[HistoryEntry]) -> list[str]:
-    """Seconds from each step to the next; nothing for the last, and where the run went back in between."""
+    """Seconds from each transition to the next; empty for the last, and around a rollback."""
     spent = []
     for move, after in pairwise(step.transition for step in steps):
         went_back = ROLLED_BACK in (move.state, after.state)
@@ -240,7 +240,7 @@ def _left_out(count: int) -> Iterator[RenderableType]:
 
 
 def _table(columns: list[str], rows: Iterable[list[str]]) -> Table:
-    """A table of plain texts; columns that begin with > hold numbers."""
+    """A table of plain texts; columns whose names begin with > have numbers."""
     table = Table()
     for column in columns:
         table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
@@ -254,12 +254,12 @@ def _reward(value: float | None) -> str:
 
 
 def seconds(value: float) -> str:
-    """Seconds in three figures."""
+    """Seconds with three significant digits."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def when(time_s: float | None) -> str:
-    """A time in the reader's time zone; of a simulation, its seconds."""
+    """A time in the local time zone; for a simulation, its seconds."""
     if time_s is None:
         return ""
     return f"{datetime.fromtimestamp(time_s):%Y-%m-%d %H:%M:%S}" if time_s >= _EPOCH_S else f"{seconds(time_s)} s"

@@ -1,4 +1,4 @@
-"""What `roll rollout` prints: conversations in colour by who spoke, and what of them would be trained on."""
+"""The output of `roll rollout`: conversations coloured by speaker, with the parts that would be trained on marked."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
 """Models of everything around the rollout scheduler, on a virtual clock: engines, graders, environments, workloads; and
-what a scheduler is measured against: a barrier and a lower bound."""
+the baselines of a scheduler: a barrier and a lower bound."""

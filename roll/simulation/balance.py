@@ -1,22 +1,22 @@
-"""Whether a ledger balances: every draw was trained on once, or dropped for good with a reason, or is to come again.
+"""Checks that a ledger balances: every draw was trained on once, or finally dropped with a reason, or will come again.
 
-A *draw* is a task of an epoch, as the order gave it out; a group is issued for it, and another whenever it came back. A
-group ends in one of three ways, which the ledger tells:
+A *draw* is a task of an epoch, as the task sampler issued it; a group is issued for it, and another one whenever the draw
+was returned. A group ends in one of three ways, which the ledger shows:
 
-- *trained*: at least one sample is `trained`. The others of the group ended by themselves, each with its own reason
+- *trained*: at least one sample is `trained`. The other samples of the group ended on their own, each with its own reason
   (its grader died, it was dropped alone, it was the baseline).
 - *drawn again*: at least one sample is `dropped` with a reason that begins with one of `AGAIN`, and none is trained:
-  `cut` and `surplus` (the step was full without it), `resumed` (it was under way at the checkpoint that the run went
-  back to) and `ended` (it was under way when the run stopped). The draw came back to the order: it has a later group, or
-  the order still holds it.
+  `cut` and `surplus` (the step was full without it), `resumed` (it was in flight at the checkpoint that the run resumed
+  from) and `ended` (it was in flight when the run stopped). The draw was returned to the task sampler: it has a later
+  group, or the sampler still holds it.
 - *final*: everything else. All samples are `dropped` or `failed`, each with a reason: no signal, too few that could be
-  judged, stale, a solve rate, a quarantine, its tries used up, somebody's wish, an update that was skipped. The draw has
-  no later group, and the order does not hold it.
+  judged, stale, a solve rate, a quarantine, its tries used up, a policy's request, a skipped update. The draw has no
+  later group, and the sampler does not hold it.
 
-So of the groups of a draw all but the last say that they were drawn again, and the last is trained, final, or drawn again
-and held by the order. A group that somebody added has no draw, and never comes again.
+So all groups of a draw but the last were drawn again, and the last is trained, final, or drawn again and held by the
+sampler. A group that was added has no draw, and never comes again.
 
-Only the file is read, with a replay of its own: a sample's path is its records, without those behind the position that a
+Only the file is read, with an independent replay: a sample's path is its records, without those after the position that a
 `rolled_back` record names.
 """
 
@@ -42,7 +42,7 @@ DrawKey: TypeAlias = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A record and where it begins."""
+    """A record and its offset."""
 
     offset: int
     sample: str
@@ -69,20 +69,20 @@ def entries(path: Path) -> Iterator[Entry]:
 
 @dataclass
 class SampleStory:
-    """The lineage of the final weights: each sample's path, and the most groups that were under way at once."""
+    """The lineage of the final weights: each sample's path, and the maximum number of groups in flight."""
 
     extra: frozenset[str] = frozenset()
-    """Tasks that no order knows: their groups were added."""
+    """Tasks that are not in the task sampler: their groups were added."""
     paths: dict[str, list[Entry]] = field(default_factory=dict)
     volume: int = 0
-    """The most groups of draws that were under way at once, in any lineage."""
+    """The maximum number of groups of draws that were in flight at once, in any lineage."""
     _open: Counter[int] = field(default_factory=Counter)
     """Samples of each group that have not ended."""
     _added: set[int] = field(default_factory=set)
 
     @classmethod
     def read(cls, path: Path, extra: frozenset[str] = frozenset(), until: int | None = None) -> SampleStory:
-        """What the ledger tells, or told when it had `until` bytes."""
+        """Replays the ledger, or its first `until` bytes."""
         story = cls(extra)
         for entry in entries(path):
             if until is not None and entry.offset >= until:
@@ -118,7 +118,7 @@ class SampleStory:
         return dict(sorted(found.items()))
 
     def states(self) -> dict[str, tuple[str, str]]:
-        """State and reason of every sample now."""
+        """Current state and reason of every sample."""
         return {sample: (path[-1].state, path[-1].reason) for sample, path in self.paths.items()}
 
 
@@ -137,8 +137,8 @@ def end_of(paths: list[list[Entry]]) -> End:
 
 
 def invalid_paths(story: SampleStory) -> list[str]:
-    """Samples that went where `MOVES` has no way, that ended without a reason, with one of many lines, or were trained on
-    twice."""
+    """Samples with a transition that is not in `MOVES`, without a reason for their end, with a reason of several lines,
+    or trained on twice."""
     wrong = []
     for sample, path in story.paths.items():
         states = ["new", *(entry.state for entry in path)]
@@ -154,8 +154,8 @@ def invalid_paths(story: SampleStory) -> list[str]:
 
 
 def wrong_baselines(story: SampleStory) -> list[str]:
-    """Greedy samples that were trained on, or did not end as the baseline of a group that was in an update, or did of one
-    that was not."""
+    """Greedy samples that were trained on, that did not end as the baseline of a group in an update, or that did although
+    the group was in none."""
     wrong = []
     for group, paths in story.groups().items():
         taken = any(path[-1].state == "trained" or path[-1].reason == NOT_FINITE for path in paths)
@@ -186,8 +186,8 @@ def too_old(story: SampleStory, most: int, masked: bool) -> list[str]:
 
 
 def unbalanced(story: SampleStory, draws: Mapping[int, DrawKey], held: list[DrawKey]) -> list[str]:
-    """What does not add up: `draws` says which draw each group was issued for, `held` what the order has yet to bring
-    again. Groups that are missing in `draws` were added."""
+    """Violations of the balance: `draws` has the draw of each group, `held` the draws that the task sampler will issue
+    again. Groups that are not in `draws` were added."""
     groups = story.groups()
     wrong = [f"group {group} of {draws[group]} is not on record" for group in draws if group not in groups]
     ends: dict[DrawKey, list[tuple[int, End]]] = defaultdict(list)
@@ -215,29 +215,30 @@ def _wrong_ends(draw: DrawKey, ends: list[tuple[int, End]], held: int) -> Iterat
 
 
 def held_by(order: Mapping[str, Any]) -> list[DrawKey]:
-    """What an order has yet to bring again, by its saved state."""
+    """The draws that a task sampler will issue again, from its saved state."""
     gathered = [(task, epoch) for task, epoch in order.get("gathered", ())]
     return gathered + (held_by(order["base"]) if "base" in order else returned_to(order))
 
 
 def returned_to(order: Mapping[str, Any]) -> list[DrawKey]:
-    """What an order brings before anything new."""
+    """The draws that a task sampler issues before any new one."""
     return returned_to(order["base"]) if "base" in order else [(task, epoch) for task, epoch in order["returned"]]
 
 
 def ahead_of(order: Mapping[str, Any]) -> list[DrawKey]:
-    """What an order has drawn from its ground and not given out yet."""
+    """The draws that a task sampler has drawn from its base and not issued yet."""
     here = [(task, epoch) for _, task, epoch in order.get("waiting", ())]
     return here + (ahead_of(order["base"]) if "base" in order else [])
 
 
 def ground_of(order: Mapping[str, Any]) -> int:
-    """Draws that an order has made from its ground."""
+    """The number of draws that a task sampler has made from its base."""
     return ground_of(order["base"]) if "base" in order else sum(order["drawn"].values())
 
 
 def wrong_epochs(draws: Mapping[int, DrawKey], order: Mapping[str, Any], tasks: list[str]) -> list[str]:
-    """Draws that were lost or doubled on their way from the order's ground, where every task comes once an epoch."""
+    """Draws that were lost or duplicated between the sampler's base, where every task comes once per epoch, and the
+    groups."""
     count, ahead = ground_of(order), ahead_of(order)
     given = set(draws.values())
     whole, rest = divmod(count, len(tasks))

@@ -1,11 +1,11 @@
-"""The barrier that a scheduler is measured against: the same samples on the same engines, a whole stage at a time.
+"""The barrier baseline of a scheduler: the same samples on the same engines, one whole phase after the other.
 
 A round generates all samples of its groups, waits for the last one (with environments: for the last episode), then grades
-them all, then filters. As many groups as were dropped make the next round, until the step has its groups or may try no
+them all, then filters. The next round has as many groups as were dropped, until the step has its groups or may try no
 more. Then it trains, then publishes, and only then the next step begins.
 
-Within a round nothing is held back: groups are dealt over the engines by the fewest samples, an engine has its own queue
-and batches continuously, and the prompt of siblings and the turns of a conversation find their prefixes where they were.
+Within a round nothing is held back: groups are distributed over the engines by the fewest samples, each engine has its
+own queue and batches continuously, and the prompts of siblings and the turns of a conversation hit the prefix cache.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class BarrierRun:
     steps: tuple[BarrierStep, ...]
     seconds: float
     utilisation: float
-    """EngineAssignments of the engines that were filled, over the whole time."""
+    """Share of the engines' slots that were in use, over the whole time."""
     decoded_tokens: int
     recomputed_tokens: int
     preemptions: int

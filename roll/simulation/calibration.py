@@ -1,9 +1,9 @@
-"""An `EngineSpec` from a real engine: which batches to time, and the figures that fit best.
+"""Fits an `EngineSpec` to a real engine: which batches to time, and the parameters that fit best.
 
-Batches are timed as the workload makes them: from one sequence to `max_running`, each with the context at which a token
-of the workload, picked at random, is drawn; and a few sequences near their greatest length, as at the end of a step. The
-contexts of a batch differ on purpose: an engine may take as long for a short one as for the longest beside it, and the
-fit then finds what a token of context costs in such company.
+Batches are timed as the workload makes them: from one sequence to `max_running`, each with the context at which a random
+token of the workload is sampled; and a few sequences near their maximum length, as at the end of a step. The contexts of
+a batch differ on purpose: an engine may take as long for a short one as for the longest in the batch, and the fit then
+finds what a token of context costs in such a batch.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from roll.simulation.spec import EngineSpec
 from roll.simulation.workload import Workload
 
 DRAWS = 3
-"""Batches of each size."""
+"""Batches per size."""
 _GROUPS = 64
-"""Groups whose tokens the contexts are picked from."""
+"""Groups from whose tokens the contexts are chosen."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """A decoding step as it was timed."""
+    """A timed decoding step."""
 
     batch: int
     cached_tokens: float
@@ -33,7 +33,7 @@ class Timing:
 
 
 def batches_to_time(workload: Workload) -> list[list[int]]:
-    """Batches, each by the contexts of its sequences, in tokens."""
+    """Batches, each as the context lengths of its sequences, in tokens."""
     most = workload.engine.max_running
     sizes = sorted({*(1 << power for power in range(most.bit_length())), most})
     chance = np.random.default_rng(workload.seed)
@@ -50,7 +50,7 @@ def _contexts(workload: Workload, size: int, chance: np.random.Generator) -> lis
 
 
 def fitted(spec: EngineSpec, timings: Sequence[Timing], prefill_tokens_per_s: float) -> EngineSpec:
-    """The spec with its speeds as timed: no cost is below 0, and the squares of the relative errors are least."""
+    """The spec with the timed speeds: no cost is below 0, and the sum of squared relative errors is minimal."""
     seconds = np.array([timing.seconds for timing in timings])
     rows = np.array([[1.0, timing.batch, timing.cached_tokens] for timing in timings]) / seconds[:, None]
     base_s, per_sequence_s, per_cached_token_s = _least_squares(rows)
@@ -64,7 +64,7 @@ def fitted(spec: EngineSpec, timings: Sequence[Timing], prefill_tokens_per_s: fl
 
 
 def _least_squares(rows: NDArray[np.float64]) -> list[float]:
-    """Costs with which every row gives nearly 1; those that would be below 0 are 0, the worst first."""
+    """Costs with which every row gives nearly 1; negative ones are set to 0, the most negative first."""
     left = list(range(rows.shape[1]))
     while True:
         scales = np.linalg.norm(rows[:, left], axis=0)
@@ -76,6 +76,6 @@ def _least_squares(rows: NDArray[np.float64]) -> list[float]:
 
 
 def error_of(spec: EngineSpec, timings: Sequence[Timing]) -> float:
-    """By what share the spec is off the timings, on average."""
+    """Mean relative error of the spec on the timings."""
     shares = [spec.step_s(t.batch, round(t.cached_tokens)) / t.seconds - 1 for t in timings]
     return float(np.abs(shares).mean())

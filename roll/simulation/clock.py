@@ -1,8 +1,8 @@
-"""An event loop on a virtual clock: seconds pass when nothing else is left to do, and cost nothing.
+"""An event loop on a virtual clock: time advances when nothing else is ready, without waiting.
 
-What always holds: `loop.time()` never goes back; callbacks of the same moment run in the order they were asked for;
-nothing depends on how fast the machine is. Work in threads (`run_in_executor`, `asyncio.to_thread`) takes no virtual
-time: the clock stands still until it is done. There are no sockets, pipes or signals.
+Invariants: `loop.time()` never decreases; callbacks of the same time run in the order they were scheduled; nothing
+depends on the speed of the machine. Work in threads (`run_in_executor`, `asyncio.to_thread`) takes no virtual time: the
+clock stops until it is done. There are no sockets, pipes or signals.
 
     async def main() -> float:
         await asyncio.sleep(3600)
@@ -26,11 +26,11 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 _CANCELLED_KEPT = 64
-"""Cancelled timers stay in the queue up to this number, or up to half of it."""
+"""Cancelled timers stay in the queue up to this number, or up to half of the queue."""
 
 
 class Deadlock(RuntimeError):
-    """Nothing is ready and no timer is set, so what is waited for can never come."""
+    """Nothing is ready and no timer is set, so the awaited event can never come."""
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -68,7 +68,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return future
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:
-        """Waits for the threads here: the loop cannot wait for what it does not count."""
+        """Waits for the threads here, because the loop does not count them."""
         executor = self._default_executor  # type: ignore[attr-defined]
         if executor is not None:
             executor.shutdown(wait=True)
@@ -78,7 +78,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._timers.clear()
 
     def _run_once(self) -> None:
-        """One turn: what is ready now runs; what that makes ready runs in the next turn."""
+        """One iteration: runs what is ready now; callbacks that become ready run in the next iteration."""
         if not self._ready and not self._stopping:
             self._go_on()
         self._make_due_ready()
@@ -89,7 +89,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 handle._run()
 
     def _go_on(self) -> None:
-        """Waits for threads, or else moves the clock to the next timer."""
+        """Waits for threads, or else advances the clock to the next timer."""
         while self._in_threads and not self._ready:
             self._woken.wait()
             self._woken.clear()
@@ -114,7 +114,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 self._ready.append(timer)
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Called by a timer that is cancelled. Deadlines mostly are, so they must not pile up."""
+        """Called by a timer that is cancelled. Most deadlines are cancelled, so they must not accumulate."""
         if not handle._scheduled:  # type: ignore[attr-defined]
             return
         self._cancelled_timers += 1
@@ -137,6 +137,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T], start_s: float = 0.0) -> T:
-    """Runs a coroutine on a virtual clock that begins at `start_s`; what it leaves running is cancelled."""
+    """Runs a coroutine on a virtual clock that begins at `start_s`; tasks that it leaves running are cancelled."""
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(start_s)) as runner:
         return runner.run(main)

@@ -5,9 +5,9 @@
     rollout worker   dies, or hangs and is declared dead: what it had starts anew elsewhere; it is back after a while
     graders          are gone for a while
 
-Whoever notices first tells the supervision, which does as `roll.pipeline.supervision` does; publishing does as
-`roll.pipeline.publisher` does. What always holds: whatever dies is back within the seconds its death names, once nobody
-changes the weights.
+The first to notice a death reports it to the supervision, which does as `roll.pipeline.supervision` does; publishing does
+as `roll.pipeline.publisher` does. Invariant: a dead process is back within the seconds that its death names, once no
+update changes the weights.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from roll.simulation.rollouts import POLL_S
 from roll.simulation.workload import Workload
 
 PING_S = 2.0
-"""Until the supervision notices a death by itself."""
+"""Time until the supervision notices a death by itself."""
 DEADLINE_S = 3600.0
 
 
 class SimCluster:
-    """Made inside a running event loop."""
+    """Must be created inside a running event loop."""
 
     def __init__(
         self,
@@ -46,17 +46,18 @@ class SimCluster:
         report_s: float = 1.0,
         poll_s: float = POLL_S,
     ) -> None:
-        """`report_s`: how often engines say how full they are; `poll_s`: how long a worker without news is waited for."""
+        """`report_s`: interval at which engines report their load; `poll_s`: how long to wait for a worker without
+        news."""
         loop = asyncio.get_running_loop()
         self.workload = workload
         self.version = 0
-        """Of the weights that engines serve."""
+        """Version of the weights that engines serve."""
         self.publishing = asyncio.Event()
-        """Set while weights are on their way to the engines."""
+        """Set while weights are being sent to the engines."""
         self.engines = [SimEngine(loop, workload.engine) for _ in range(workload.engines)]
         self.graders = MortalGraders(loop, max(workload.graders, 1))
         self.worker_lost: Callable[[int, str], None] = lambda worker, reason: None
-        """Told when a rollout worker is lost, with the tokens it had."""
+        """Called when a rollout worker dies; its tokens are lost with it."""
         self._fate = fate
         self._poll_s = poll_s
         self.handles = [
@@ -96,7 +97,7 @@ class SimCluster:
 
     @asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:
-        """While weights change nobody gets them."""
+        """While the block runs, weights may change and none are sent."""
         async with self._still:
             yield
 
@@ -108,7 +109,7 @@ class SimCluster:
             self.version = version
             for rollouts in self.rollouts:
                 rollouts.version = version
-            for engine in sorted(self._hung):  # one that does not take the weights is lost
+            for engine in sorted(self._hung):  # an engine that does not take the weights counts as dead
                 self.kill_engine(engine, self._back_s["engine", engine])
                 self._notice_engine(engine)
 
@@ -137,7 +138,7 @@ class SimCluster:
     # Deaths
 
     def kill_engine(self, engine: int, back_s: float) -> None:
-        """It dies; whoever had a sample there hears of it at once."""
+        """The engine dies; workers with samples there get the error at once."""
         if not self.engines[engine].alive:
             return
         self._hung.discard(engine)
@@ -148,7 +149,7 @@ class SimCluster:
         self._spawn(self._after(PING_S, lambda: self._notice_engine(engine)))
 
     def hang_engine(self, engine: int, hang_s: float, back_s: float) -> None:
-        """Nothing comes from it until it is declared dead."""
+        """The engine gives no output until it is declared dead."""
         if not self.engines[engine].alive or engine in self._hung:
             return
         self._hung.add(engine)
@@ -162,7 +163,7 @@ class SimCluster:
         self._spawn(self._after(hang_s, declare_dead))
 
     def kill_worker(self, worker: int, back_s: float) -> None:
-        """It dies with all it has; whoever waits for it hears of it at once."""
+        """The worker dies with everything it has; its callers get the error at once."""
         if not self.handles[worker].alive:
             return
         self._back_s["worker", worker] = back_s
@@ -171,7 +172,7 @@ class SimCluster:
         self._spawn(self._after(PING_S, lambda: self._notice_worker(worker)))
 
     def hang_worker(self, worker: int, hang_s: float, back_s: float) -> None:
-        """Nothing gets to it or comes from it until it is declared dead."""
+        """The worker neither receives nor sends anything until it is declared dead."""
         if not self.handles[worker].well:
             return
         self.handles[worker].hang()
@@ -185,7 +186,7 @@ class SimCluster:
 
     @property
     def well(self) -> bool:
-        """Whether everybody is there."""
+        """Whether all processes are alive and serving."""
         engines = all(engine.alive for engine in self.engines) and not self._hung
         return engines and all(handle.well for handle in self.handles) and self.graders.servers > 0 and self._all_in
 
@@ -194,7 +195,7 @@ class SimCluster:
         return not self._noticed_workers and len(self.router.inside) == len(self.engines)
 
     async def close(self) -> None:
-        """Ends what the supervision is at."""
+        """Cancels the supervision's tasks."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -27,7 +27,7 @@ from roll.simulation.workload import StepGroups, Workload
 
 @dataclass
 class StepTimes:
-    """When a step's batch was there, and when its weights were out; which groups it had."""
+    """When a step's batch was ready, when its weights were published, and its groups."""
 
     rolled_out_s: float
     published_s: float
@@ -37,7 +37,7 @@ class StepTimes:
 
 
 class SimRun:
-    """Everything a run has, on the running loop's clock."""
+    """All parts of a run, on the running loop's clock."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class SimRun:
         self._loads = asyncio.create_task(self._report_loads())
 
     async def _report_loads(self) -> None:
-        """Engines say how full they are, once a second."""
+        """Engines report their load once per second."""
         while True:
             await asyncio.sleep(1.0)
             for number, engine in enumerate(self.engines):
@@ -143,7 +143,7 @@ class SimRun:
 
     @property
     def utilisation(self) -> float:
-        """EngineAssignments of the engines that were filled, over the whole time."""
+        """Share of the engines' slots that were in use, over the whole time."""
         filled = sum(engine.stats.running_s for engine in self.engines)
         return filled / (self.workload.engine.max_running * len(self.engines) * self.loop.time())
 
@@ -155,7 +155,7 @@ class SimRun:
 async def simulate(
     workload: Workload, steps: int, ledger: Path, on_step: Callable[[SimRun, int], None] | None = None, **settings: object
 ) -> tuple[list[StepTimes], SimRun]:
-    """So many steps of a run."""
+    """Runs `steps` steps."""
     with Ledger.open(ledger) as record:
         run = SimRun(workload, record, **settings)  # type: ignore[arg-type]
         await run.start()

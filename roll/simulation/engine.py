@@ -1,22 +1,22 @@
 """A model of an inference engine with continuous batching, as vLLM does it, without computing a token.
 
-The engine works in steps. Each step draws one token for every running request and takes
+The engine works in steps. Each step samples one token for every running request and takes
 
     step_s(batch, cached) = base_s + per_sequence_s × batch + per_cached_token_s × cached
 
 Between two steps, at a *boundary*, finished requests leave, waiting ones are admitted (the highest priority first, then
-in order of arrival; nobody passes one who does not fit) and their prompts are computed, during which nobody draws. When
-the next tokens of all would not fit into the cache, the one admitted last (of the lowest priority) goes back to the
-queue, and nobody is admitted at that boundary; its prompt and its tokens are computed again when it returns. Requests
-that arrive, or leave, during a step do so at its end.
+in order of arrival; none overtakes one that does not fit) and their prompts are computed, during which no request
+decodes. If the next tokens of all requests would not fit into the cache, the one admitted last (of the lowest priority)
+is preempted and requeued, and none is admitted at that boundary; its prompt and its tokens are computed again when it
+returns. Requests that arrive, or leave, during a step do so at its end.
 
-What always holds: the cache never holds more than `kv_tokens`; a request draws exactly `new_tokens` and then `done` is
-called once, unless it is aborted or the engine is killed; equal calls at equal times give equal times. A request that
-ended unheard, in the very moment of its last token, leaves all tokens but that one: there is always one left to draw.
+Invariants: the cache never holds more than `kv_tokens`; a request samples exactly `new_tokens` and then `done` is called
+once, unless it is aborted or the engine is killed; equal calls at equal times give equal times. A request that is aborted
+in the very moment of its last token leaves all tokens but that one: there is always one left to sample.
 
 Steps are never simulated one by one. Until the next request finishes or the cache is full the batch is constant, so that
-such a *span* of steps is one timer; a request that joins at step c and draws n tokens finishes at step c + n whatever
-else joins or leaves, so that a heap by that number is all the engine needs: O(log n) an event.
+such a *span* of steps is one timer; a request that joins at step c and samples n tokens finishes at step c + n whatever
+else joins or leaves, so a heap by that number is all the engine needs: O(log n) per event.
 
     two requests, base_s 1, per_sequence_s 0.5, 3 and 5 tokens: step 3 ends at 3 × 2.0 = 6 s, step 5 at 6 + 2 × 1.5 = 9 s
 """
@@ -33,7 +33,7 @@ from roll.simulation.spec import EngineSpec
 from roll.simulation.step_span import StepSpan
 
 Done = Callable[[str, int], None]
-"""Called with a request's id and the tokens it drew."""
+"""Called with a request's id and the number of its sampled tokens."""
 
 
 class EngineDead(RuntimeError):
@@ -42,21 +42,21 @@ class EngineDead(RuntimeError):
 
 @dataclass
 class SimEngineStats:
-    """What an engine did since it was made."""
+    """Counts since the engine was created."""
 
     busy_s: float = 0.0
     """Seconds in which it computed."""
     running_s: float = 0.0
-    """Integral of the requests running over those seconds: over `max_running` × time it is the utilisation."""
+    """Integral of the number of running requests over time: divided by `max_running` × time it is the utilisation."""
     prefilled_tokens: int = 0
-    """Tokens of contexts computed, also those computed again."""
+    """Context tokens computed, including recomputed ones."""
     decoded_tokens: int = 0
-    """Tokens drawn, also of requests that were aborted or lost."""
+    """Tokens sampled, including those of requests that were aborted or lost."""
     recomputed_tokens: int = 0
-    """Tokens of contexts computed again after a preemption."""
+    """Context tokens computed again after a preemption."""
     preemptions: int = 0
     kv_high_tokens: int = 0
-    """The most tokens the cache held."""
+    """Maximum number of tokens in the cache."""
 
     def add(self, span: StepSpan, steps: int, now_s: float, used_tokens: int) -> None:
         """Counts a span up to now."""
@@ -76,11 +76,11 @@ class _Request:
     prefix: Prefix | None
     arrival: int
     tokens: int = 0
-    """Drawn before it last joined the batch."""
+    """Tokens sampled before it last joined the batch."""
     joined: int = 0
     """The engine's step at which it joined."""
     slot: int = -1
-    """Number of its admission; -1 while it waits and when it has left."""
+    """Number of its admission; -1 while it waits and after it has left."""
     preempted: bool = False
 
     @property
@@ -104,16 +104,16 @@ class SimEngine:
         self._step = 0
         self._requests: dict[str, _Request] = {}
         self._waiting: list[tuple[int, int, _Request]] = []
-        """Heap by falling priority and arrival."""
+        """Heap by decreasing priority, then arrival."""
         self._finishing: list[tuple[int, int, _Request]] = []
         """Heap by the step at which a running request draws its last token."""
         self._youngest: list[tuple[int, int, _Request]] = []
-        """Heap by priority and falling seat: whom to preempt."""
+        """Heap by priority, then decreasing admission number: the next to preempt is first."""
         self._leaving: list[_Request] = []
-        """Aborted during the span: they hold their seats and their cache until its end."""
+        """Requests aborted during the span: they keep their slots and cache until its end."""
         self._running = 0
         self._used_tokens = 0
-        """The cache's tokens at the beginning of the span."""
+        """Tokens in the cache at the beginning of the span."""
         self._span: StepSpan | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -160,8 +160,8 @@ class SimEngine:
         *,
         prefix: Prefix | None = None,
     ) -> None:
-        """Queues a request; higher priorities go first. With a `prefix`, of the prompt only what the engine does not hold
-        is computed."""
+        """Queues a request; higher priorities go first. With a `prefix`, only the part of the prompt that is not in the
+        prefix cache is computed."""
         if not self._alive:
             raise EngineDead(f"request {id!r} cannot be submitted: the engine is dead; restore() it first")
         if id in self._requests:
@@ -177,7 +177,8 @@ class SimEngine:
         self._look()
 
     def abort(self, id: str) -> int:
-        """Ends a request without calling its `done`; the tokens it leaves, with which it can go on elsewhere."""
+        """Ends a request without calling its `done`; returns the number of tokens with which it can continue
+        elsewhere."""
         tokens = self.tokens_of(id)
         request = self._requests.pop(id)
         tokens = min(tokens, request.new_tokens - 1)
@@ -193,19 +194,20 @@ class SimEngine:
         return tokens
 
     def tokens_of(self, id: str) -> int:
-        """Tokens a request has drawn so far."""
+        """Number of tokens that a request has sampled so far."""
         if id not in self._requests:
             raise KeyError(f"request {id!r} is not on this engine")
         return self._drawn(self._requests[id], self._steps_now())
 
     def pause(self) -> None:
-        """The step in progress ends, and then nothing moves until `resume`. Requests may come and go meanwhile."""
+        """The current step ends, then nothing runs until `resume`. Requests may arrive and leave meanwhile."""
         self._paused = True
         if self._span is not None:
             self._look_at_boundary()
 
     def resume(self, *, new_weights: bool = True) -> None:
-        """Goes on where it paused. What is remembered of contexts is of the old weights; running requests keep theirs."""
+        """Continues after a pause. The prefix cache belongs to the old weights and is cleared; running requests keep
+        theirs."""
         self._paused = False
         if new_weights:
             self._prefixes.clear()
@@ -213,7 +215,7 @@ class SimEngine:
             self._look_at_boundary()
 
     def kill(self) -> dict[str, int]:
-        """The engine dies. All its requests, with the tokens each leaves; their `done` is never called."""
+        """The engine dies. Returns all its requests with the tokens that each leaves; their `done` is never called."""
         steps = self._steps_now()
         lost = {r.id: min(self._drawn(r, steps), r.new_tokens - 1) for r in self._requests.values()}
         if self._span is not None:
@@ -226,21 +228,21 @@ class SimEngine:
         return lost
 
     def restore(self) -> None:
-        """A dead engine is back, empty."""
+        """A dead engine is restarted, empty."""
         self._alive = True
 
     def _steps_now(self) -> int:
         return self._span.steps_by(self._loop.time()) if self._span is not None else 0
 
     def _drawn(self, request: _Request, steps: int) -> int:
-        """Tokens of a request after so many steps of the span."""
+        """Tokens of a request after `steps` steps of the span."""
         return request.tokens + (self._step + steps - request.joined if request.slot >= 0 else 0)
 
     def _queue(self, request: _Request) -> None:
         heapq.heappush(self._waiting, (-request.priority, request.arrival, request))
 
     def _head(self) -> _Request | None:
-        """Who is admitted next."""
+        """The next request to be admitted."""
         while self._waiting:
             request = self._waiting[0][2]
             if self._requests.get(request.id) is request:
@@ -249,8 +251,8 @@ class SimEngine:
         return None
 
     def _look(self) -> None:
-        """Looks at the queue at the next boundary if its head may be admitted then. If not, neither will it be at the
-        boundaries that follow in this span: the cache only fills."""
+        """Schedules an admission at the next boundary if the head of the queue fits then. If it does not, it will not fit
+        at the later boundaries of this span either: the cache only fills."""
         head = self._head()
         if head is None or self._paused:
             return
@@ -262,14 +264,14 @@ class SimEngine:
             self._look_at_boundary()
 
     def _fits(self, request: _Request, used_tokens: int) -> bool:
-        """Whether there is a seat, and room for the context and the next token of everyone."""
+        """Whether there is a free slot, and space for the context and the next token of all requests."""
         if self._running == 0:
             return True
         needed = used_tokens + request.context_tokens + self._running + 1 + self.spec.reserve_tokens
         return self._running < self.spec.max_running and needed <= self.spec.kv_tokens
 
     def _look_at_boundary(self) -> None:
-        """Ends the span at its next boundary; without one, that is now."""
+        """Ends the span at its next boundary; without a span, that is now."""
         now_s = self._loop.time()
         span = self._span
         if span is None:
@@ -342,7 +344,7 @@ class SimEngine:
         self._timer = self._loop.call_at(self._span.end_s(self._span.steps), self._boundary)
 
     def _preempt(self) -> bool:
-        """Makes room for the next token of everyone; whether somebody had to go."""
+        """Makes space for the next token of all requests; returns whether one was preempted."""
         gone = False
         while self._used_tokens + self._running > self.spec.kv_tokens:
             _, falling_seat, request = heapq.heappop(self._youngest)
@@ -356,7 +358,7 @@ class SimEngine:
         return gone
 
     def _admit(self) -> int:
-        """EngineAssignments those who wait as far as they fit; the tokens to compute before they can draw."""
+        """Admits waiting requests as far as they fit; returns the tokens to compute before they can decode."""
         computed = 0
         while (request := self._head()) is not None and self._fits(request, self._used_tokens):
             heapq.heappop(self._waiting)
@@ -374,7 +376,7 @@ class SimEngine:
         return computed
 
     def _to_compute(self, request: _Request) -> int:
-        """Tokens of a request's context that the engine does not hold."""
+        """Tokens of a request's context that are not in the cache."""
         if request.preempted:
             self._stats.recomputed_tokens += request.context_tokens
             return request.context_tokens

@@ -1,4 +1,4 @@
-"""Environments: how long a step of one takes. Every sample has its own, so that they never wait for each other."""
+"""Environments: how long a step takes. Every sample has its own environment, so that they never wait for each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from roll.simulation.lengths import LogNormal, normal
 
 @dataclass(frozen=True)
 class EnvironmentSteps:
-    """Mostly `usual`; a share of the steps are stragglers, so many times slower: a page that hangs, a cold start."""
+    """Mostly `usual`; a share of the steps are stragglers, slower by a factor: a page that hangs, a cold start."""
 
     usual: LogNormal
     straggler_share: float = 0.01

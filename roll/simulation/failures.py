@@ -1,4 +1,4 @@
-"""What dies in a simulated training run, and how: graders, the ledger's process, samples that take their grader along."""
+"""Failures in a simulated training run: of graders, of the ledger's process, and of samples that crash their grader."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from roll.simulation.rollouts import SimRollouts
 from roll.simulation.workload import Workload
 
 Fate = Callable[[str, str, int], str]
-"""Why a sample of a task, at its so-manyth try, fails and takes its grader along; empty if it does not."""
+"""Why a sample of a task, at its n-th try, fails and crashes its grader; empty if it does not."""
 
 
 class MortalGraders(SimGraderPool):
-    """Graders that may be gone for a while: what they were at is graded anew when they are back."""
+    """Graders that may be down for a while: their jobs are graded again when they are back."""
 
     def die(self) -> None:
         self.servers = 0
@@ -35,7 +35,8 @@ class MortalLedger(Ledger):
     """A ledger whose process may be killed."""
 
     def kill(self, written: float) -> None:
-        """What was not flushed is lost, or a share `written` of its bytes is in the file; nothing is added any more."""
+        """Records that were not flushed are lost, or a share `written` of their bytes is in the file; later ones are
+        ignored."""
         if self._descriptor >= 0:
             os.write(self._descriptor, bytes(self._buffer)[: int(len(self._buffer) * written)])
             os.close(self._descriptor)
@@ -43,7 +44,7 @@ class MortalLedger(Ledger):
 
     @property
     def lag(self) -> int:
-        """Records that a kill would lose."""
+        """Number of records that a kill would lose."""
         return self._buffer.count(b"\n")
 
     def _add(self, records: bytes) -> None:
@@ -52,7 +53,7 @@ class MortalLedger(Ledger):
 
 
 class MortalRollouts(SimRollouts):
-    """A rollout worker some of whose samples kill their grader; it remembers what was masked."""
+    """A rollout worker some of whose samples crash their grader; it records which tokens were masked."""
 
     def __init__(
         self, place: WorkerPlacement, workload: Workload, engines: Sequence[SimEngine], graders: SimGraderPool, fate: Fate

@@ -1,6 +1,6 @@
-"""A pool of graders: so many at a time, the others wait in order.
+"""A pool of graders: `servers` jobs at a time, the others wait in order.
 
-What always holds: no grader is idle while a response waits; every response that is not cancelled gets its `done` once.
+Invariants: no grader is idle while a response waits; `done` is called once for every response that is not cancelled.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 @dataclass
 class SimGraderStats:
     busy_s: float = 0.0
-    """Seconds of work that was done or given up, over all graders."""
+    """Seconds of finished and cancelled work, over all graders."""
     graded: int = 0
     queue_high: int = 0
-    """The most responses that waited."""
+    """Maximum number of waiting responses."""
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class SimGraderPool:
         self._stats.queue_high = max(self._stats.queue_high, len(self._waiting))
 
     def cancel(self, id: str) -> None:
-        """Gives a response up; its grader is free at once."""
+        """Cancels a response; its grader is free at once."""
         if self._waiting.pop(id, None) is not None:
             return
         if id not in self._serving:

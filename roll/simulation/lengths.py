@@ -1,7 +1,7 @@
-"""Chance without a generator: what a sample is like depends on the seed and its id, and on nothing else.
+"""Randomness without a generator: a sample's properties depend only on the seed and its id.
 
-So two schedulers that try the same sample, in whatever order and on whatever engine, see the same lengths, the same
-reward and the same delays.
+So two schedulers that try the same sample, in any order and on any engine, see the same lengths, the same reward and the
+same delays.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ _NORMAL = NormalDist()
 
 
 def uniforms(seed: int, key: str) -> tuple[float, ...]:
-    """Eight numbers between 0 and 1, exclusive, that a seed and a key stand for."""
+    """Eight numbers between 0 and 1, exclusive, derived from a seed and a key."""
     digest = hashlib.blake2b(f"{seed}/{key}".encode(), digest_size=64).digest()
     return tuple(((number >> 12) + 0.5) / 2**52 for number in struct.unpack("<8Q", digest))
 
 
 def normal(uniform: float) -> float:
-    """The standard normal number below which a share `uniform` of them lies."""
+    """The standard normal quantile of `uniform`."""
     return _NORMAL.inv_cdf(uniform)
 
 
 def blend(first: float, second: float, share: float) -> float:
-    """Of two independent standard normal numbers a third whose correlation with the first is `share`."""
+    """From two independent standard normal numbers, a third whose correlation with the first is `share`."""
     return share * first + math.sqrt(1 - share * share) * second
 
 
@@ -38,23 +38,23 @@ def share_below(z: float) -> float:
 
 @dataclass(frozen=True)
 class LogNormal:
-    """Positive amounts around a mean, with a tail to the right that grows with `sigma`."""
+    """Log-normal positive numbers with the given mean; the right tail grows with `sigma`."""
 
     mean: float
     sigma: float
 
     def at(self, z: float) -> float:
-        """The amount that a standard normal number stands for."""
+        """The value for a standard normal number."""
         return self.mean * math.exp(self.sigma * (z - self.sigma / 2))
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Token counts: log-normal, cut at a maximum as `max_new_tokens` does. Siblings are alike: a share `alike` of what
-    makes a length is the task's."""
+    """Token counts: log-normal, truncated at a maximum like `max_new_tokens`. Siblings are similar: a share `alike` of
+    the variance belongs to the task."""
 
     mean_tokens: float
-    """Before the cut."""
+    """Mean before truncation."""
     sigma: float
     alike: float
     max_tokens: int
@@ -68,8 +68,8 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Solving:
-    """How likely a task is solved: logistic in its difficulty. The wider the spread, the more tasks are solved by all
-    samples or by none and so teach nothing."""
+    """The probability that a task is solved: logistic in its difficulty. The wider the spread, the more tasks are solved
+    by all samples or by none and so have no signal."""
 
     bias: float
     spread: float

@@ -1,6 +1,6 @@
-"""What an engine still holds of contexts it has seen: siblings share a prompt, turns share a conversation.
+"""The simulated prefix cache of an engine: siblings share a prompt, turns share a conversation.
 
-What always holds: what is remembered fits beside what runs; the longest unused is forgotten first.
+Invariants: the cached prefixes fit next to the running requests; the least recently used is evicted first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What a context may have in common with others, by name: its first tokens with all of its group, and, if it is a
+    """The parts of a context that others share, by name: its first tokens with all of its group, and, if it is a
     conversation, everything with its own earlier turns. No group has the name of a conversation."""
 
     group: str
@@ -22,21 +22,21 @@ class Prefix:
 class Prefixes:
     def __init__(self) -> None:
         self._tokens: OrderedDict[str, int] = OrderedDict()
-        """Tokens held of each group's prompt and each conversation; the longest unused first."""
+        """Cached tokens of each group's prompt and each conversation; the least recently used first."""
         self._total = 0
 
     def shrink(self, room_tokens: int) -> None:
-        """Forgets until the rest fits into the room there is."""
+        """Evicts until the rest fits into `room_tokens`."""
         while self._total > room_tokens:
             self._total -= self._tokens.popitem(last=False)[1]
 
     def known(self, prefix: Prefix) -> int:
-        """Tokens held of a context."""
+        """Cached tokens of a context."""
         group = self._tokens.get(prefix.group, 0)
         return max(group, self._tokens.get(prefix.conversation, 0)) if prefix.conversation else group
 
     def remember(self, prefix: Prefix, tokens: int) -> None:
-        """A context of so many tokens was computed."""
+        """Adds a context of `tokens` computed tokens."""
         self._hold(prefix.group, prefix.group_tokens)
         if prefix.conversation:
             self._hold(prefix.conversation, tokens)

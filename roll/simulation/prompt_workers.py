@@ -1,7 +1,7 @@
-"""Rollout workers that cost next to nothing: what a run of them costs is the controller's.
+"""Rollout workers with almost no cost: the cost of a run with them is the controller's.
 
-Every sample takes the same time; a lease reports when it begins, when its responses end and when its verdicts are there,
-as real workers do, in batches.
+Every sample takes the same time; a lease reports when it begins, when its responses end and when its verdicts arrive, in
+batches like real workers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GENERATE_S, SCORE_S = 60.0, 2.0
 
 
 class PromptWorker(Worker):
-    """Has the methods of `RolloutWorker` that a controller calls, by name."""
+    """Has the methods of `RolloutWorker` that a controller calls by name."""
 
     def __init__(self, place: WorkerPlacement) -> None:
         super().__init__(place)

@@ -1,4 +1,4 @@
-"""What a shop sells, and what its customers want."""
+"""The products and the goals of a shop."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from roll.env.webshop.index import Index
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """One thing on sale.
+    """One product.
 
-    `options` are the values that a buyer chooses among, by axis (`color`, `size` …), and `extra` is what a value adds to
-    the price. `query` and `category` say what kind of thing it is: the words one would search it by, and the shelves it
-    stands on, the widest first (`Home › Bedding › Blankets`).
+    `options` are the values that a buyer chooses from, by axis (`color`, `size` …), and `extra` is the surcharge of a
+    value. `query` and `category` describe its kind: the words to search for it, and its categories, the widest first
+    (`Home › Bedding › Blankets`).
     """
 
     id: str
@@ -32,17 +32,17 @@ class Product:
 
     @cached_property
     def text(self) -> str:
-        """All that it says of itself, in lower case: where an attribute may be found that is not listed as one."""
+        """All its text in lower case, where unlisted attributes may be found."""
         return "\n".join((self.title, *self.features, self.description)).lower()
 
     def price_with(self, chosen: Mapping[str, str]) -> float:
-        """What it costs with these options."""
+        """The price with these options."""
         return round(self.price + sum(self.extra.get(option, 0.0) for option in chosen.items()), 2)
 
 
 @dataclass(frozen=True, eq=False)
 class Goal:
-    """What a customer wants: a thing like `product` with these attributes and options, at no more than `limit`."""
+    """A customer's goal: a product like `product` with these attributes and options, for at most `limit`."""
 
     instruction: str
     product: Product
@@ -52,7 +52,7 @@ class Goal:
 
 
 class Catalogue:
-    """Products, by id and in order, the goals of a shop, and its search. Never changes."""
+    """Products by id and in order, the goals of a shop, and its search. Immutable."""
 
     def __init__(self, products: tuple[Product, ...], goals: tuple[Goal, ...]) -> None:
         self.products = products
@@ -64,12 +64,12 @@ class Catalogue:
         return self._by_id[id]
 
     def search(self, keywords: str) -> tuple[Product, ...]:
-        """The products found, best first, 50 at most."""
+        """The search results, best first, at most 50."""
         return tuple(self.products[number] for number in self._index.search(keywords))
 
 
 def _indexed(product: Product) -> str:
-    """What a product is found by. Its title counts twice."""
+    """The text by which a product is found. Its title counts twice."""
     options = (value for values in product.options.values() for value in values)
     parts = (product.title, product.title, product.query, *product.attributes, *product.features, product.description)
     return " ".join((*parts, *options))

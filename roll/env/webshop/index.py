@@ -12,16 +12,16 @@ from heapq import nsmallest
 from roll.env.webshop.text import terms
 
 SATURATION = 1.2
-"""BM25's k1: how soon more of the same word stops to count."""
+"""BM25's k1: how soon repetitions of a word stop to count."""
 LENGTH_WEIGHT = 0.75
-"""BM25's b: how much a long text's words count less."""
+"""BM25's b: how much less the words of a long text count."""
 
 
 class Index:
-    """An inverted index. Never changes once made, so that many threads may search it."""
+    """An inverted index. Immutable, so that many threads may search it."""
 
     def __init__(self, texts: Iterable[str]) -> None:
-        """The texts to find, numbered from 0."""
+        """The texts to search, numbered from 0."""
         counts = [Counter(terms(text)) for text in texts]
         lengths = [count.total() for count in counts]
         mean = sum(lengths) / len(lengths) if sum(lengths) else 1.0
@@ -35,8 +35,8 @@ class Index:
         self._size = len(counts)
         self._postings = postings
         self.search = lru_cache(maxsize=1024)(self._search)
-        """The numbers of the texts that hold words of the query, best first, no more than the limit; of equally good
-        ones the first. Kept for the queries asked last: episodes of a group ask the same."""
+        """The numbers of the texts with words of the query, best first, up to the limit; ties in order. The latest
+        queries are cached: episodes of a group ask the same."""
 
     def _search(self, query: str, limit: int = 50) -> tuple[int, ...]:
         scores: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""Where in a shop one can be, and where a click leads.
+"""The pages of a shop, and where a click leads.
 
     search ──search[…]──▶ results ──click[id]──▶ product ──click[Features]──▶ tab
       ▲                    Next >, < Prev          │ click[option]              │ < Prev
@@ -20,7 +20,7 @@ TABS = ("Description", "Features", "Attributes")
 
 @dataclass(frozen=True)
 class Page:
-    """Where an agent is: the search page, until there are keywords; a page of results, until there is a product; a
+    """The current page: the search page, while there are no keywords; a page of results, while there is no product; a
     product with the options chosen so far; or one of its tabs."""
 
     keywords: str = ""
@@ -31,11 +31,11 @@ class Page:
 
     @property
     def options(self) -> Mapping[str, str]:
-        """The options chosen, by axis."""
+        """The chosen options, by axis."""
         return dict(self.chosen)
 
     def __str__(self) -> str:
-        """The same for the same place, in whatever order the options were chosen."""
+        """A key that does not depend on the order in which the options were chosen."""
         options = ", ".join(f"{axis}={value}" for axis, value in sorted(self.chosen))
         return " / ".join((self.keywords, str(self.page), self.product, options, self.tab))
 
@@ -48,18 +48,18 @@ class ShopPages:
         self.page_size = page_size
 
     def results(self, place: Page) -> tuple[Product, ...]:
-        """All that the search found, best first."""
+        """All search results, best first."""
         return self.catalogue.search(place.keywords)
 
     def shown(self, place: Page) -> tuple[Product, ...]:
-        """The results on the place's page."""
+        """The results on the current page."""
         return self.results(place)[(place.page - 1) * self.page_size : place.page * self.page_size]
 
     def product(self, place: Page) -> Product:
         return self.catalogue[place.product]
 
     def buttons(self, place: Page) -> list[str]:
-        """What can be clicked, besides results and options."""
+        """The clickable elements besides results and options."""
         if not place.keywords:
             return []
         if place.tab:
@@ -70,7 +70,7 @@ class ShopPages:
         return [NEXT] * more + [PREV] * (place.page > 1) + [BACK]
 
     def elements(self, place: Page) -> list[str]:
-        """All that can be clicked, as it is written."""
+        """All clickable elements, as they are written."""
         elements: list[str] = []
         if place.product and not place.tab:
             elements = [value for values in self.product(place).options.values() for value in values]
@@ -79,13 +79,13 @@ class ShopPages:
         return elements + self.buttons(place)
 
     def search(self, place: Page, keywords: str) -> Page | None:
-        """The first page of results; None where there is no search bar, or nothing to search for."""
+        """The first page of results; None if there is no search bar, or no keywords."""
         keywords = " ".join(keywords.split())
         return None if place.keywords or not keywords else Page(keywords)
 
     def click(self, place: Page, element: str) -> Page | None:
-        """Where a click leads, which is no `BUY`; None where there is no such element. Case and spaces do not matter, and
-        an option may be called by its axis too: `color: red`."""
+        """The page that a click leads to, for elements other than `BUY`; None if there is no such element. Case and
+        spaces do not matter, and an option may be named with its axis too: `color: red`."""
         named = {_key(button): button for button in self.buttons(place)}
         key = _key(element)
         if key in named:

@@ -1,8 +1,7 @@
-"""A shopper who knows what is wanted and does what leads there.
+"""An oracle policy that knows the goal.
 
-It looks at nothing but the place it is called in, so it can go on from wherever another agent has got to. What it
-searches for are words of the goal, and what it buys is the first result that has all that is asked for: an agent can
-learn both.
+It depends only on the current page, so it can continue from any page that another agent has reached. It searches for
+words of the goal and buys the first result that has everything the goal asks for: an agent can learn both.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from roll.env.webshop.text import words
 
 
 class ShopOracle:
-    """For one goal in one store."""
+    """The oracle for one goal in one shop."""
 
     def __init__(self, store: ShopPages, goal: Goal) -> None:
         self._store = store
@@ -24,11 +23,11 @@ class ShopOracle:
         self._fitting: dict[str, bool] = {}
 
     def action(self, place: Page) -> str:
-        """What to do there."""
+        """The next action on a page."""
         return f"click[{self._click(place)}]" if place.keywords else f"search[{self._keywords()}]"
 
     def _keywords(self) -> str:
-        """The first of some queries that finds what is wanted; the title of a product that is, where none does."""
+        """The first of some queries that finds a fitting product; if none does, the title of the goal's product."""
         goal = self._goal
         plain = " ".join((*goal.attributes, goal.product.query))
         for query in (plain, " ".join((plain, *goal.options)), goal.product.query, goal.instruction):
@@ -49,7 +48,7 @@ class ShopOracle:
         if missing is not None:
             return missing
         harm = score(self._goal, product, place.options).reward < score(self._goal, product, plan).reward
-        return PREV if harm else BUY  # going back takes back a choice that nobody asked for and that costs too much
+        return PREV if harm else BUY  # going back undoes a choice that the goal does not ask for and that costs too much
 
     def _among_results(self, place: Page) -> str:
         results = self._store.results(place)
@@ -62,7 +61,7 @@ class ShopOracle:
         return NEXT if page > place.page else PREV
 
     def _fits(self, product: Product) -> bool:
-        """Whether it can be bought as wanted, or is the very thing that the goal was made of."""
+        """Whether it can be bought as wanted, or is the product that the goal was made from."""
         if product.id not in self._fitting:
             best = score(self._goal, product, plan_of(self._goal, product)).reward
             self._fitting[product.id] = product is self._goal.product or best == 1.0
@@ -70,7 +69,7 @@ class ShopOracle:
 
 
 def plan_of(goal: Goal, product: Product) -> Mapping[str, str]:
-    """The options of a product to choose, by axis: those that fit the goal's, the same rather than one like it."""
+    """The options of a product to choose, by axis: those that fit the goal's, equal ones before similar ones."""
     plan: dict[str, str] = {}
     for wanted in goal.options:
         fitting = [

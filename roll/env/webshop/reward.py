@@ -1,9 +1,9 @@
-"""What a purchase is worth: the paper's reward.
+"""The reward of a purchase, as in the paper.
 
     reward = r_type · (attributes matched + options matched + [price ≤ limit]) / (attributes + options + 1)
 
-`r_type` says whether the thing bought is of the kind that was wanted, judged by nouns: the share of the wanted title's
-that the bought one's has.
+`r_type` says whether the bought product is of the wanted kind, judged by nouns: the share of the wanted title's nouns
+that are in the bought one's title.
 
 | share of nouns | r_type |
 | --- | --- |
@@ -12,9 +12,9 @@ that the bought one's has.
 | up to 0.2, searched by other words, and not two shelves in common | 0.5 |
 | otherwise | 1 |
 
-A wanted attribute is matched by one like it among the product's, or by itself in its title, features or description; a
-wanted option by one like it among those chosen. On the axis `size` only the same will do; elsewhere shades of a color are
-that color.
+A wanted attribute is matched by a similar one of the product, or by its own text in the title, features or description; a
+wanted option by a similar chosen one. On the axis `size` only equal values match; elsewhere shades of a color match that
+color.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from roll.env.webshop.catalogue import Goal, Product
 from roll.env.webshop.text import alike, nouns, words
 
 ALIKE = 0.85
-"""Texts more alike than this mean the same."""
+"""Texts with a higher similarity mean the same."""
 
 _COLORS = frozenset(words("black white red blue green yellow purple pink brown grey orange beige gold silver"))
 
 
 @dataclass(frozen=True)
 class PurchaseScore:
-    """A purchase, judged: `kind` is r_type; of what was asked for, how many attributes and options were matched, and
-    whether the price was."""
+    """A judged purchase: `kind` is r_type; the numbers of matched attributes and options, and whether the price is within
+    the limit."""
 
     kind: float
     attributes: int
@@ -51,7 +51,7 @@ class PurchaseScore:
 
 
 def score(goal: Goal, product: Product, chosen: Mapping[str, str]) -> PurchaseScore:
-    """What buying the product with these options is worth to who has the goal."""
+    """The score of buying the product with these options for a goal."""
     return PurchaseScore(
         kind=kind_reward(goal.product, product),
         attributes=sum(has_attribute(product, attribute) for attribute in goal.attributes),
@@ -63,7 +63,7 @@ def score(goal: Goal, product: Product, chosen: Mapping[str, str]) -> PurchaseSc
 
 
 def kind_reward(wanted: Product, bought: Product) -> float:
-    """r_type: whether the thing bought is such a thing as was wanted."""
+    """r_type: whether the bought product is of the wanted kind."""
     named = nouns(wanted.title)
     share = len(named & nouns(bought.title)) / len(named) if named else 0.2
     if share < 0.1:
@@ -74,13 +74,13 @@ def kind_reward(wanted: Product, bought: Product) -> float:
 
 
 def has_attribute(product: Product, attribute: str) -> bool:
-    """Whether a product is what an attribute says."""
+    """Whether a product has an attribute."""
     listed = any(alike(attribute, own) > ALIKE for own in product.attributes)
     return listed or attribute.lower() in product.text
 
 
 def option_fits(axis: str, value: str, wanted: str) -> bool:
-    """Whether an option that was chosen is the one that was wanted."""
+    """Whether a chosen option is the wanted one."""
     if axis.lower() == "size":
         return words(value) == words(wanted)
     if "color" in axis.lower():
@@ -93,6 +93,6 @@ def _shelves(product: Product) -> set[str]:
 
 
 def _plain_color(value: str) -> str:
-    """The color that a shade is of, if it names one alone: `light blue` is `blue`, `blue and white` is itself."""
+    """The color of a shade, if it names exactly one: `light blue` is `blue`, `blue and white` stays."""
     named = {word for word in words(value.lower().replace("gray", "grey")) if word in _COLORS}
     return named.pop() if len(named) == 1 else value
