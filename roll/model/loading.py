@@ -6,7 +6,6 @@ functions that need torch import it themselves.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -24,6 +24,7 @@ from roll.config.schema import ModelConfig, RoleModel
 from roll.model import lora
 from roll.model.find import CHOICES, ModelSource, check_template, find_model, first_line, shards_of
 from roll.model.rope import fix_angles, longest_sequence
+from roll.model.settings_file import read_settings
 from roll.model.tiny import CONTEXT, character_tokenizer, tiny_config, tiny_model
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 Model = TypeVar("Model", bound="PreTrainedModel")
+
+_UNREADABLE = (OSError, ValueError, TypeError, RecursionError, SafetensorError, StrictDataclassError, RunError)
+"""What reading a model's files raises where they are damaged, or say what cannot be."""
 
 
 def load_tokenizer(source: ModelSource, config: ModelConfig | RoleModel) -> Tokenizer:
@@ -53,7 +57,7 @@ def load_tokenizer(source: ModelSource, config: ModelConfig | RoleModel) -> Toke
 def _tokenizer_class(source: ModelSource) -> Any:
     """The plain class if the model's own settings name it: `AutoTokenizer` imports torch."""
     settings = Path(source.location or "") / "tokenizer_config.json"
-    named = json.loads(settings.read_text()).get("tokenizer_class") if settings.is_file() else None
+    named = read_settings(settings).get("tokenizer_class") if settings.is_file() else None
     if named in ("TokenizersBackend", "PreTrainedTokenizerFast"):
         return PreTrainedTokenizerFast
     from transformers import AutoTokenizer
@@ -146,10 +150,9 @@ def context_of(source: ModelSource) -> int:
         return CONTEXT
     settings = Path(source.location) / "config.json"
     if settings.is_file():  # read directly: `transformers` would import torch
-        text = settings.read_text()
-        found = json.loads(text).get("max_position_embeddings")
-        if found is not None and "long_factor" not in text:
-            return int(found)
+        found = read_settings(settings).get("max_position_embeddings")
+        if type(found) is int and "long_factor" not in settings.read_text():
+            return found
     return longest_sequence(load_model_config(source))
 
 
@@ -157,7 +160,10 @@ def stop_ids_of(tokenizer: Tokenizer, source: ModelSource) -> tuple[int, ...]:
     """The tokens that end a response: the tokenizer's and those that the model's own settings name."""
     ids = {tokenizer.eos_token_id}
     for named in _named_ends(source):
-        ids.update(named if isinstance(named, list) else [named])
+        each = named if isinstance(named, list) else [named]
+        if not all(token is None or type(token) is int for token in each):
+            raise UserError(f"model: {source.name!r} says eos_token_id: {named!r:.80}, which are no numbers of tokens")
+        ids.update(each)
     return tuple(sorted(i for i in ids if i is not None))
 
 
@@ -168,7 +174,7 @@ def _named_ends(source: ModelSource) -> list[Any]:
         return []
     if Path(source.location).is_dir():
         files = [Path(source.location) / name for name in ("config.json", "generation_config.json")]
-        return [json.loads(file.read_text()).get("eos_token_id") for file in files if file.is_file()]
+        return [read_settings(file).get("eos_token_id") for file in files if file.is_file()]
     from transformers import GenerationConfig
 
     ends = [getattr(load_model_config(source), "eos_token_id", None)]
@@ -219,7 +225,7 @@ def readable(source: ModelSource) -> Iterator[None]:
     """Turns errors while reading the model's files in the block into a `UserError`."""
     try:
         yield
-    except (OSError, ValueError, SafetensorError, RunError) as error:
+    except _UNREADABLE as error:
         said = first_line(error).rstrip(".")
         raise UserError(f"model: {source.name!r} could not be loaded: {said}. Write {CHOICES}") from error
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll.config.errors import RunError, UserError
 from roll.config.schema import LoraConfig
+from roll.model.settings_file import read_settings
 
 if TYPE_CHECKING:
     import torch
@@ -49,9 +50,12 @@ class BaseModelRef:
     def of(cls, folder: Path) -> BaseModelRef:
         """The base of saved adapters, whether ROLL or `peft` alone saved them."""
         if (folder / BASE_FILE).is_file():
-            return cls(**json.loads((folder / BASE_FILE).read_text()))
-        path = json.loads((folder / CONFIG_FILE).read_text()).get("base_model_name_or_path")
-        if not path:
+            said = read_settings(folder / BASE_FILE)
+            if isinstance(said.get("path"), str) and isinstance(said.get("seed"), int | None):
+                return cls(said["path"], said.get("seed"))
+            raise UserError(f"model: {folder / BASE_FILE} is damaged: it does not say what model the adapters are for")
+        path = read_settings(folder / CONFIG_FILE).get("base_model_name_or_path")
+        if not path or not isinstance(path, str):
             raise UserError(f"model: the adapters in {str(folder)!r} do not say what model they are for")
         return cls(path)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 
 from roll.config.errors import UserError
 from roll.model.lora import CONFIG_FILE, WEIGHTS_FILE, base_name, rows_of_delta, without_adapters
+from roll.model.settings_file import read_settings
 from roll.model.shard_box import local_box
 
 _REFUSED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias")
@@ -23,7 +23,7 @@ _REFUSED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan
 def merge_shards(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
     """Adds saved adapters to the model's parameters, of which this rank has shards, with the result that `peft` gives for
     an unsharded model in `dtype`."""
-    config = json.loads((folder / CONFIG_FILE).read_text())
+    config = read_settings(folder / CONFIG_FILE)
     if unknown := [name for name in _REFUSED if config.get(name)]:
         raise UserError(
             f"model: the adapters in {folder} use {unknown[0]}, which is merged into a model that is whole only: run "

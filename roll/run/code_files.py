@@ -71,7 +71,7 @@ def _texts(module: Path) -> set[str]:
     """String literals of a module that could name a file or a folder; `*` replaces the variable parts of f-strings."""
     try:
         tree = ast.parse(module.read_bytes())
-    except (SyntaxError, ValueError, OSError):
+    except (SyntaxError, ValueError, OSError, RecursionError, MemoryError):
         return set()
     texts = set()
     for node in ast.walk(tree):
@@ -130,7 +130,7 @@ def _imports(file: Path) -> set[tuple[str, int]]:
     module `a.b`, so both are included."""
     try:
         tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError, OSError):
+    except (SyntaxError, ValueError, OSError, RecursionError, MemoryError):
         return set()
     found: set[tuple[str, int]] = set()
     for node in ast.walk(tree):

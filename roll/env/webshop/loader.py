@@ -88,7 +88,7 @@ def _by_id(file: Path | None) -> Mapping[str, Any]:
         return {}
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"webshop: {file} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise UserError(f"webshop: {file} is not an object of JSON, by product id")
