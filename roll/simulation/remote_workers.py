@@ -1,8 +1,8 @@
-"""Workers behind a wire: a call takes its time there and back, and workers die, hang and are started again.
+"""Simulated remote workers: a call has latency in both directions, and workers die, hang and are restarted.
 
-What always holds: calls of one caller arrive in their order; a call that was on its way when its worker died raises
-`WorkerDied`, also when its work was done; who gives up on a call does not stop its work. A worker that hangs goes on with
-what it has, but nothing gets to it or comes from it.
+Invariants: calls of one caller arrive in order; a call in flight when its worker dies raises `WorkerDied`, even if its
+work was done; cancelling a call does not stop its work. A hanging worker continues its own work, but neither receives nor
+sends anything.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ W = TypeVar("W", bound=Worker)
 
 
 class RemoteHandle(Generic[W]):
-    """One worker; made inside a running event loop."""
+    """One worker; must be created inside a running event loop."""
 
     in_process = False
 
@@ -53,7 +53,7 @@ class RemoteHandle(Generic[W]):
             self._gone.set_result(None)
 
     def restart(self) -> None:
-        """Another worker takes the place of one that died."""
+        """Replaces a worker that died by a new one."""
         self.kill()
         self.incarnation += 1
         self._begin()

@@ -1,7 +1,7 @@
-"""A rollout worker whose engines, graders and environments are simulated: the real scheduler's other side.
+"""A rollout worker with simulated engines, graders and environments: the counterpart of the real scheduler.
 
-It takes the orders the real ones take and reports as they do. Samples go from stage to stage by callbacks, so that what
-is measured beside it is the controller.
+It takes the same commands as real ones and reports like them. Callbacks move samples from state to state, so that the
+measured cost next to it is the controller's.
 """
 
 from __future__ import annotations
@@ -63,25 +63,25 @@ class _Sample:
         self.held = held
         self.episode = episode
         self.engine = held.lease.engine
-        """Below 0: it was taken away while its environment was at work."""
+        """Below 0: it lost its engine while its environment was acting."""
         self.version = held.lease.version
         self.oldest: int | None = None
         """Version that engines served when it began."""
         self.newest = held.lease.version
         self.ended = ""
-        """Why its response was ended early."""
+        """Why its response was stopped early."""
         self.turn = 0
         self.drawn = 0
-        """Tokens of this turn, from engines it has left."""
+        """Tokens of this turn, sampled by engines that it has left."""
         self.state = "queued"
         self.timer: asyncio.TimerHandle | None = None
 
 
 class SimRollouts(Worker):
-    """Has the methods of `RolloutWorker` that a controller calls, by name."""
+    """Has the methods of `RolloutWorker` that a controller calls by name."""
 
     poll_s = POLL_S
-    """How long `report` waits before it says that nothing happened."""
+    """How long `report` waits before it returns without news."""
 
     def __init__(
         self, place: WorkerPlacement, workload: Workload, engines: Sequence[SimEngine], graders: SimGraderPool
@@ -180,7 +180,7 @@ class SimRollouts(Worker):
         self._account(sample)
 
     def _account(self, sample: _Sample, kills: int = 0) -> None:
-        """The sample is over: the last one of a lease ends it."""
+        """Counts a finished sample; the last one of a lease completes the lease."""
         held = sample.held
         held.outcomes.append(self._outcome(sample, kills))
         held.left -= 1
@@ -208,7 +208,7 @@ class SimRollouts(Worker):
         self._queue(sample, reason, **info)
 
     def _queue(self, sample: _Sample, reason: str, **info: int) -> None:
-        """It waits for a seat with what it has; one that lacks nothing goes on."""
+        """Requeues a sample with its tokens, to wait for an engine slot; a sample with a complete turn continues."""
         if sample.drawn >= sample.episode.turns[sample.turn].new_tokens:
             self._drawn(sample.id, 0)
             return
@@ -216,14 +216,14 @@ class SimRollouts(Worker):
         self._urgent.set()
 
     def engine_died(self, engine: int, drawn: dict[str, int]) -> None:
-        """Its samples go back to the queue with what was drawn of them."""
+        """An engine died: requeues its samples with the tokens that were sampled."""
         for id, tokens in drawn.items():
             if (sample := self._running.get(id)) is not None:
                 sample.drawn += tokens
                 self._queue(sample, f"engine died: actor_infer[{engine}]", lost_engine=engine)
 
     def die(self) -> None:
-        """All that this worker held is lost, and what it would have said."""
+        """The worker dies: everything it held, and its unsent reports, are lost."""
         for sample in self._running.values():
             self._drop(sample)
         self._running.clear()
@@ -299,7 +299,7 @@ class SimRollouts(Worker):
         return [ColumnBlock(RemoteRef(None)) for _ in blocks]
 
     def write(self, step: int, fates: Sequence[FinalState]) -> None:
-        """Nothing is kept."""
+        """Stores nothing."""
 
     def save(self, folder: Path, samples: Sequence[str]) -> None:
         here = [sample for sample in samples if sample in self._home]

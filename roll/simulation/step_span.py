@@ -1,4 +1,4 @@
-"""A span of an engine's steps with one batch, and where in it a moment lies."""
+"""A span of an engine's steps with a constant batch, and the step at a given time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class StepSpan:
-    """Steps of one batch: step j of it ends at `start_s + j × (linear_s + square_s × j)`, the cache growing by the batch
-    with each."""
+    """Steps of a constant batch: step j ends at `start_s + j × (linear_s + square_s × j)`; the cache grows by the batch
+    with each step."""
 
     entered_s: float
     """When its prefill began."""
@@ -19,7 +19,7 @@ class StepSpan:
     linear_s: float
     square_s: float
     steps: int
-    """The boundary at its end."""
+    """Number of steps until its end."""
 
     def end_s(self, steps: int) -> float:
         return self.start_s + steps * (self.linear_s + self.square_s * steps)
@@ -38,6 +38,6 @@ class StepSpan:
         return min(steps, self.steps)
 
     def boundary_from(self, now_s: float) -> int:
-        """The first boundary that is not over."""
+        """The first boundary that is not in the past."""
         steps = self.steps_by(now_s)
         return steps if self.end_s(steps) >= now_s else steps + 1

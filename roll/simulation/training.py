@@ -1,8 +1,8 @@
-"""A training run that goes on whatever dies: the loop of `roll.pipeline`, its checkpoints and its ways back.
+"""A training run that survives failures: the loop of `roll.pipeline`, its checkpoints and its recovery.
 
-A step is `next_rollout` → train → `before_publish` → publish → `published` → `trained`, as RLVR does it. When the trainer
-dies, the run goes back to its last checkpoint with the processes it has; when the controller is killed, everything is
-started again, and the ledger is what was on disk.
+A step is `next_rollout` → train → `before_publish` → publish → `published` → `trained`, as in RLVR. If the trainer dies,
+the run rolls back to its last checkpoint with the processes it has; if the controller is killed, everything is restarted
+from the ledger on disk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from roll.simulation.failures import MortalLedger
 
 
 class TrainerDied(Exception):
-    """The step is lost, and what was trained since the last checkpoint."""
+    """The trainer died: the step, and all training since the last checkpoint, is lost."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class Saved:
 
     step: int
     position: int
-    """Of the ledger."""
+    """Position in the ledger."""
     scheduler: str
-    """Its state, as JSON."""
+    """The scheduler's state, as JSON."""
     buffer: Path
     """Folder of the groups that were ready."""
 
 
 class Noted(SamplerWrapper):
-    """An order that notes which draw each group is issued for."""
+    """A task sampler that records the draw of each group."""
 
     def __init__(self, base: BaseSampler, note: Callable[[TaskDraw], None]) -> None:
         super().__init__(base)
@@ -58,7 +58,7 @@ class Noted(SamplerWrapper):
 
 
 class Training:
-    """Made inside a running event loop; `begin` starts it, and starts it again after a kill."""
+    """Must be created inside a running event loop; `begin` starts it, also after a kill."""
 
     def __init__(
         self,
@@ -76,38 +76,38 @@ class Training:
         self._make_world = make_world
         self._greedy_baseline = greedy_baseline
         self.step = 0
-        """Finished steps, which is also the version of the weights."""
+        """Finished steps; also the version of the weights."""
         self.saved: Saved | None = None
         self.draws: dict[int, DrawKey] = {}
-        """Which draw each group of the lineage was issued for; groups that were added have none."""
+        """The draw of each group of the lineage; groups that were added have none."""
         self.lag = 0
         """Records that were not on disk at the end of the last step."""
         self.ended = 0
         """Groups that ended with the last step, or since the one before."""
         self.tokens_lost = False
-        """Set by whoever wants the next training to find its tokens gone."""
+        """Set by a test: the next training finds its tokens lost."""
         self.not_finite = 0
-        """Set by whoever wants the update of so many groups of the next step to be skipped."""
+        """Set by a test: the update of this many groups of the next step is skipped."""
         self.trainer_died = ""
-        """Set to `train` or `publish` by whoever wants the trainer to die in it."""
+        """Set by a test to `train` or `publish`: the trainer dies in that phase."""
         self.world: SimCluster
         self.ledger: MortalLedger
         self.scheduler: RolloutScheduler
 
     async def begin(self) -> None:
-        """A new process, from the last checkpoint."""
+        """Starts a new process from the last checkpoint."""
         self.ledger = MortalLedger.open(self.path)
         self.world = self._make_world()
         await self.go_back()
 
     async def go_back(self) -> None:
-        """On from the last checkpoint, with the processes there are."""
+        """Resumes from the last checkpoint with the existing processes."""
         await self.restore()
         async with self.world.changing():
             await self._publish(self.step)
 
     async def restore(self) -> None:
-        """Everything is as it was at the last checkpoint, and what was under way then has ended."""
+        """Restores the state of the last checkpoint; groups that were in flight then have ended."""
         saved = self.saved or Saved(0, 0, "", self.path.parent)
         self.ledger.roll_back(saved.position, saved.step)
         self.step = saved.step
@@ -156,7 +156,7 @@ class Training:
         await world.pool.tokens.release(rollout.samples)
 
     def _homes(self, rollout: RolloutBatch) -> set[tuple[int, int, bool]]:
-        """The workers that have its tokens, and which of their lives it is."""
+        """The workers that have the batch's tokens, with their incarnations."""
         homes = {self.world.pool.tokens.locate(sample) for sample in rollout.trained}
         handles = self.world.handles
         return {(home, handles[home].incarnation, handles[home].alive) for home in homes if home is not None}
@@ -169,7 +169,7 @@ class Training:
         self.scheduler.published(version)
 
     async def save(self) -> None:
-        """A checkpoint, between two steps."""
+        """Saves a checkpoint between two steps."""
         state = self.scheduler.state()
         self.ledger.flush()
         position, before = self.ledger.position, self.saved
@@ -180,22 +180,22 @@ class Training:
             shutil.rmtree(before.buffer)
 
     async def stop(self) -> None:
-        """The run is stopped: it saves, and what is under way is dropped on record."""
+        """Stops the run: saves, then marks all in-flight groups as dropped in the ledger."""
         await self.scheduler.halt()
         await self.save()
         await self.scheduler.finish()
         self.ledger.flush()
 
     async def lose_trainer(self) -> None:
-        """After `TrainerDied`: back to the last checkpoint."""
+        """After `TrainerDied`: rolls back to the last checkpoint."""
         await self.scheduler.close()
         await self.go_back()
 
     async def kill(self, written: float) -> None:
-        """The controller's process ends, and all others with it; of what was not flushed a share was written."""
+        """The controller's process is killed, and all others with it; a share of the unflushed records was written."""
         self.ledger.kill(written)
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
-            for task in tasks:  # again and again: nobody may finish what he was at
+            for task in tasks:  # repeated, so that no task finishes its work
                 task.cancel()
             await asyncio.sleep(0)
         for engine in self.world.engines:

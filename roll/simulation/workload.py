@@ -1,15 +1,15 @@
-"""What is trained on and on what: the default workloads, `RLVR` and `AGENTIC`, and what each of their samples is like.
+"""The default workloads, `RLVR` and `AGENTIC`: their hardware, and the properties of their samples.
 
-The figures are those of a dense model of 8 billion parameters in bf16 on GPUs with 80 GB at 3.3 TB/s, one an engine. A
-step of an engine reads 16 GB of weights (5 ms), launches, schedules and samples (3 ms, and a little for each sequence);
-every token of context is 128 KiB of keys and values (0.04 µs to read), and 40 GB are for such a cache. That gives about
-75 tokens a second to each of 64 sequences of 1,250 tokens, 4,900 a second together. A prompt costs 2 × 8e9 operations a
-token: half of 990 TFLOPs computes 30,000 a second. Training costs 6 × 8e9: 45 % of 990 TFLOPs, on three GPUs for every
-two that generate, trains on 110,000 a second for eight engines. Loading and verifying new weights takes a second.
+The numbers are those of a dense model of 8 billion parameters in bf16 on GPUs with 80 GB at 3.3 TB/s, one per engine. A
+step of an engine reads 16 GB of weights (5 ms), launches, schedules and samples (3 ms, and a little per sequence); every
+token of context has 128 KiB of keys and values (0.04 µs to read), and the KV cache has 40 GB. That gives about 75 tokens
+per second to each of 64 sequences of 1,250 tokens, 4,900 per second together. A prompt costs 2 × 8e9 operations per
+token: half of 990 TFLOPs computes 30,000 per second. Training costs 6 × 8e9: 45 % of 990 TFLOPs, on three GPUs for every
+two that generate, trains on 110,000 per second for eight engines. Loading and verifying new weights takes a second.
 
-A step has 4,096 samples, so that at full batches it takes clearly longer than the longest sample does in one, as in
-published runs: with fewer, a staleness of one would only ever wait for that sample. Training then takes 25 to 30 % of the
-time that pure generation does.
+A step has 4,096 samples, so that at full batches it takes clearly longer than its longest sample, as in published runs:
+with fewer, a staleness of one would only ever wait for that sample. Training then takes 25 to 30 % of the time of pure
+generation.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from roll.simulation.spec import EngineSpec
 @dataclass(frozen=True)
 class EpisodeTurn:
     prompt_tokens: int
-    """All that comes before the response: the prompt, earlier turns, observations."""
+    """Everything before the response: the prompt, earlier turns, observations."""
     new_tokens: int
     environment_s: float
-    """The environment's step after it; 0 without an environment."""
+    """Duration of the environment's step after it; 0 without an environment."""
 
 
 @dataclass(frozen=True)
 class Episode:
-    """What becomes of one sample, whoever schedules it."""
+    """The course of one sample, the same for every scheduler."""
 
     sample: str
     turns: tuple[EpisodeTurn, ...]
     grade_s: float
-    """How long a grader takes; 0 where the environment gives the reward."""
+    """Duration of grading; 0 if the environment gives the reward."""
     reward: float
     prefix: Prefix
-    """What its context has in common with its siblings', and with its own earlier turns."""
+    """What its context shares with its siblings, and with its own earlier turns."""
 
     @property
     def new_tokens(self) -> int:
@@ -50,7 +50,7 @@ class Episode:
 
     @property
     def tokens(self) -> int:
-        """What training on it goes through."""
+        """Tokens that training on it processes."""
         return self.turns[-1].prompt_tokens + self.turns[-1].new_tokens
 
 
@@ -64,7 +64,7 @@ class StepGroups:
 
 @dataclass(frozen=True)
 class Workload:
-    """Engines, what they are given, and what happens to it. Nothing in it is random: see `lengths`."""
+    """The engines, their work, and its results. Nothing in it is random: see `lengths`."""
 
     name: str
     engines: int
@@ -73,21 +73,22 @@ class Workload:
     group_size: int
     prompts: Lengths
     responses: Lengths
-    """Of each turn."""
+    """Per turn."""
     solving: Solving
     turns: tuple[int, int] = (1, 1)
-    """The fewest and the most."""
+    """Minimum and maximum."""
     observations: Lengths | None = None
     environment: EnvironmentSteps | None = None
     grading: LogNormal | None = None
-    """Seconds a grader takes; None where the environment gives the reward."""
+    """Grading seconds; None if the environment gives the reward."""
     graders: int = 0
     train_tokens_per_s: float = 110_000.0
-    """Of prompts, responses and observations. Trainers have GPUs of their own: engines do not wait for them as such."""
+    """Tokens of prompts, responses and observations. Trainers have their own GPUs, so engines do not stop for
+    training."""
     publish_s: float = 1.0
     """How long engines pause for new weights."""
     max_replacements: float = 1.0
-    """Groups that may replace others in a step, as a share of `groups_per_step`."""
+    """Maximum replacement groups per step, as a share of `groups_per_step`."""
     seed: int = 1
 
     @property
@@ -96,11 +97,11 @@ class Workload:
 
     @property
     def most_groups_per_step(self) -> int:
-        """Groups a step may try."""
+        """Maximum number of groups that a step may try."""
         return self.groups_per_step + int(self.groups_per_step * self.max_replacements + 1e-9)
 
     def scaled(self, engines: int) -> Workload:
-        """The same work for each of another number of engines: groups, graders and trainers grow along."""
+        """The same work per engine for another number of engines: groups, graders and trainers scale."""
         return replace(
             self,
             engines=engines,
@@ -113,7 +114,7 @@ class Workload:
         return [f"{group}.{i}" for i in range(self.group_size)]
 
     def episode(self, sample: str) -> Episode:
-        """What becomes of a sample, such as "17.3"."""
+        """The episode of a sample such as "17.3"."""
         group = sample.partition(".")[0]
         task_length, _, task_prompt, *_ = uniforms(self.seed, f"task/{group}")
         own_length, _, grade, *_ = uniforms(self.seed, sample)
@@ -135,7 +136,7 @@ class Workload:
         return float(solved < self.solving.probability(normal(task_length), normal(task_own)))
 
     def has_signal(self, group: int) -> bool:
-        """Whether the rewards of a group differ, which is when it is kept."""
+        """Whether the rewards of a group differ, so that it is kept."""
         return len({self.reward(sample) for sample in self.samples_of(group)}) > 1
 
     def train_s(self, groups: Iterable[int]) -> float:
@@ -147,7 +148,7 @@ class Workload:
         return (EpisodeTurn(prompt, self.responses.tokens(task_z, own_z), 0.0),)
 
     def _turns(self, sample: str, prompt: int, task_z: float, own_z: float) -> tuple[EpisodeTurn, ...]:
-        """Their number is even between the fewest and the most, and half of it is the task's."""
+        """The number of turns is uniform between minimum and maximum; half of its variance belongs to the task."""
         fewest, most = self.turns
         number = fewest + int(share_below(blend(task_z, own_z, 0.5**0.5)) * (most - fewest + 1))
         turns = []
@@ -162,8 +163,8 @@ class Workload:
 
 
 def needed(workload: Workload, steps: int) -> list[StepGroups]:
-    """The groups that so many steps try and keep when tasks come in order and each group without signal is replaced by
-    the next: nobody can know which those are without trying, so no fewer will do."""
+    """The groups that `steps` steps try and keep if tasks come in order and each group without signal is replaced by the
+    next one. Which groups these are is only known by trying, so no scheduler needs fewer."""
     found = []
     group = 0
     for _ in range(steps):
@@ -201,8 +202,8 @@ RLVR = Workload(
     graders=64,
 )
 """Questions with a verifier, as in mathematics: one response of about 1,000 tokens, half of them under 700, three in a
-thousand at the limit of 8,192; graded in a process (0.3 s: parsing and comparing, some tests), 8 of them for a GPU, as
-hosts have cores. Tasks differ so much that nearly four groups in ten are solved by all or by none."""
+thousand at the limit of 8,192; graded in a process (0.3 s: parsing and comparing, some tests), 8 graders per GPU, like
+the CPU cores of a node. Tasks differ so much that nearly four groups in ten are solved by all or by none."""
 
 AGENTIC = Workload(
     name="agentic",
@@ -217,6 +218,6 @@ AGENTIC = Workload(
     observations=Lengths(mean_tokens=80, sigma=0.7, alike=0.3, max_tokens=1024, min_tokens=8),
     environment=EnvironmentSteps(LogNormal(mean=1.0, sigma=0.3)),
 )
-"""Tools, games, web pages: 2 to 10 turns of about 200 tokens, each followed by a step of the environment of about a
-second, one in a hundred of them 50 times slower, so that one episode in seventeen meets such a step. The environment
-gives the reward."""
+"""Tools, games, web pages: 2 to 10 turns of about 200 tokens, each followed by an environment step of about a second, one
+in a hundred of them 50 times slower, so that one episode in seventeen has such a step. The environment gives the
+reward."""

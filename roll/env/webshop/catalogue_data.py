@@ -1,7 +1,7 @@
-"""The kinds of things that a generated shop sells.
+"""The kinds of products that a generated shop sells.
 
-Within a kind, no attribute passes for another, and no option for another: a purchase either has what was asked for or has
-it not. Sizes and amounts are on the axis `size`, where only the same value will do.
+Within a kind, no attribute or option is similar enough to pass for another: a purchase either has the wanted value or it
+has not. Sizes and amounts are on the axis `size`, where only equal values match.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of product: its name, as it is searched for, the shelves it stands on, what such a thing may be like and
-    may be chosen as, its usual prices in dollars, and what people use it for."""
+    """A kind of product: its name, as it is searched for, its categories, its possible attributes and options, its usual
+    prices in dollars, and its uses."""
 
     name: str
     shelves: str
@@ -24,7 +24,7 @@ class Kind:
 
     @property
     def plural(self) -> bool:
-        """Whether one speaks of several."""
+        """Whether its name is plural."""
         return self.name.endswith("s") and not self.name.endswith("ss")
 
 

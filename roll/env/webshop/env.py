@@ -1,4 +1,4 @@
-"""The environment: an episode in a shop."""
+"""The WebShop environment: an episode in a shop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from roll.env.webshop.oracle import ShopOracle
 from roll.env.webshop.reward import score
 from roll.env.webshop.views import PAGE_SIZES, VIEWS, View
 
-# What is in the brackets may hold a pair of them itself. Possessive, so that no text takes long.
+# The brackets may contain another pair of brackets. Possessive quantifiers, so that no text takes long.
 _ACTION = re.compile(r"\b(search|click)\s?\[((?:[^\[\]\n]++|\[[^\[\]\n]*+\])*+)\]", re.IGNORECASE)
 
 _OPENING = threading.Lock()
@@ -27,12 +27,12 @@ _OPENING = threading.Lock()
 
 @register("webshop")
 class WebShop(ActingEnvironment):
-    """Buy what an instruction asks for, by `search[keywords]` and `click[element]`.
+    """Buy the product that an instruction describes, by `search[keywords]` and `click[element]`.
 
-    The reward comes with the purchase: the paper's, from 0 to 1. The seed is the number of a goal, and no two goals of a
-    catalogue ask for the same. The catalogue has `products` products, generated from `catalogue_seed`, or read from the
-    original's files in the folder `data` (where 0 is all of them). The `view` is `compact` or, as the original's, `full`;
-    a page has `page_size` results (0: 5 of them, or 10).
+    The purchase gives the paper's reward, from 0 to 1. The seed is the number of a goal, and no two goals of a catalogue
+    are equal. The catalogue has `products` products, generated from `catalogue_seed`, or read from the original's files
+    in the folder `data` (where 0 means all of them). The `view` is `compact` or, like the original's, `full`; a page has
+    `page_size` results (0: 5 in a compact view, 10 in a full one).
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class WebShop(ActingEnvironment):
 
     @property
     def episodes(self) -> int | None:
-        """The catalogue's goals; not known of files that take long to read."""
+        """The number of goals of the catalogue; None if its files take long to read."""
         products, _, data = self._catalogue
         if not data:
             return ROUNDS * products
@@ -83,7 +83,7 @@ class WebShop(ActingEnvironment):
         )
 
     def read(self, text: str) -> str | Invalid:
-        """The last action in what was said."""
+        """The last action in the text."""
         found = [match[0] for match in _ACTION.finditer(text)]
         return found[-1] if found else Invalid("there is no search[keywords] or click[element] in what you said.")
 
@@ -110,7 +110,7 @@ class WebShop(ActingEnvironment):
         return {"score": self._score, "success": float(self._score == 1.0), "bought": float(self._bought)}
 
     def expert(self) -> str | None:
-        """What leads to the best purchase from here; None once something is bought or no turn is left."""
+        """The oracle's next action; None once something is bought or no turn is left."""
         over = self._bought or 0 < self._turns <= self._turn
         return None if over else self.says(self._expert.action(self._page))
 
@@ -136,8 +136,8 @@ class WebShop(ActingEnvironment):
 
 
 def open_catalogue(products: int, seed: int, data: str = "") -> Catalogue:
-    """The catalogue of these parameters, made when first asked for in this process and then shared. Episodes begin in
-    many threads at once, and only one of them makes it."""
+    """The catalogue of these parameters, created at the first call in this process and then shared. Episodes begin in
+    many threads at once, and only one of them creates it."""
     with _OPENING:
         return _made(products, seed, os.path.abspath(data) if data else "")
 

@@ -1,4 +1,4 @@
-"""A catalogue made up from a seed: the same seed, the same catalogue, on any machine."""
+"""A catalogue generated from a seed: the same seed gives the same catalogue on any machine."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from roll.env.webshop.catalogue_data import KINDS, Kind
 from roll.env.webshop.text import words
 
 ROUNDS = 4
-"""How many goals a product has, at most."""
+"""Maximum number of goals per product."""
 _DRAWS = 20
-"""How often a goal is drawn again that another customer has already."""
+"""Maximum number of attempts to draw a goal that no other customer has."""
 
 _SYLLABLES = words(
     "ba be bo da del do el fa fi ga go ha ka ki ko la lo lu ma mi mo na ni no pa pe ra ri ro sa se ta ti va"
@@ -53,8 +53,8 @@ _BUDGETS = (
 
 
 def generate(products: int, seed: int) -> Catalogue:
-    """So many products, and up to four goals for each. No two goals ask for the same. Goals are in an order without
-    meaning, but for this: all products have a first one before any has a second."""
+    """`products` products, and up to four goals for each. No two goals are equal. Goals are in random order, except that
+    all products have a first one before any has a second."""
     made = tuple(_products(products, random.Random(f"webshop/products/{seed}")))
     kinds = {kind.name: kind for kind in KINDS}
     goals = _goals(made, kinds, random.Random(f"webshop/goals/{seed}"))
@@ -70,7 +70,7 @@ def _products(count: int, rng: random.Random) -> Iterator[Product]:
 
 
 def _brands(rng: random.Random) -> dict[str, list[str]]:
-    """Each kind has makers of its own, so that a shared brand never makes two kinds alike."""
+    """Brands by kind: no brand has products of two kinds, so that a shared brand never makes two kinds similar."""
     names: dict[str, None] = {}
     while len(names) < _BRANDS_PER_KIND * len(KINDS):
         names["".join(rng.choices(_SYLLABLES, k=2) + rng.choices(_ENDINGS)).capitalize()] = None
@@ -104,7 +104,7 @@ def _product(id: str, kind: Kind, brand: str, rng: random.Random) -> Product:
 
 
 def _some(values: tuple[str, ...], rng: random.Random) -> tuple[str, ...]:
-    """From two to six of the values, in their order."""
+    """Two to six of the values, in their order."""
     chosen = set(rng.sample(range(len(values)), rng.randint(2, min(6, len(values)))))
     return tuple(value for number, value in enumerate(values) if number in chosen)
 

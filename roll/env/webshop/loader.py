@@ -1,8 +1,8 @@
 """A catalogue read from the data files of the original WebShop.
 
-`items_shuffle*.json` is a list of products, `items_ins_v2*.json` has attributes and made-up instructions by product id,
-`items_human_ins*.json` people's instructions; where the last is there, the goals are those. What of a field is not as it
-should be, is as if missing: a product needs an id and a name, a goal an instruction and attributes, nothing else.
+`items_shuffle*.json` is a list of products, `items_ins_v2*.json` has attributes and synthetic instructions by product id,
+`items_human_ins*.json` has human instructions; if the last exists, it gives the goals. An invalid field counts as
+missing: a product needs only an id and a name, a goal only an instruction and attributes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ _CHUNK_CHARS = 1 << 20
 _SMALL_BYTES = 32 << 20
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 _NO_PRICE = 100.0
-"""What a product costs that says no price, as in the original."""
+"""The price of a product without one, as in the original."""
 _COMBINATIONS = 64
-"""How many combinations of a product's options become goals where goals are made up, at most."""
+"""Maximum number of option combinations of a product that become synthetic goals."""
 
 
 def read(folder: Path, products: int, seed: int) -> Catalogue:
-    """The first so many products of the folder's files (0: all), and their goals, in an order that the seed decides."""
+    """The first `products` products of the folder's files (0: all), and their goals, in an order that the seed
+    determines."""
     check_folder(folder, products)
     attributes = _by_id(_file(folder, "items_ins_v2", products))
     found: dict[str, Product] = {}
@@ -51,21 +52,21 @@ def read(folder: Path, products: int, seed: int) -> Catalogue:
 
 
 def check_folder(folder: Path, products: int) -> None:
-    """`UserError` if that is no folder of the original's files."""
+    """Raises `UserError` unless the folder has the original's files."""
     if not folder.is_dir():
         raise UserError(f"webshop: data is {str(folder)!r}, which is no folder: write that of items_shuffle.json")
     _required(folder, "items_shuffle", products)
 
 
 def is_small(folder: Path, products: int) -> bool:
-    """Whether its files are read in a second or so."""
+    """Whether its files are read in about a second."""
     files = (_file(folder, stem, products) for stem in ("items_shuffle", "items_ins_v2", "items_human_ins"))
     return sum(file.stat().st_size for file in files if file is not None) <= _SMALL_BYTES
 
 
 def _file(folder: Path, stem: str, products: int) -> Path | None:
-    """The folder's file of that stem. Of several, such as the original's excerpt of 1000 products beside all of them, the
-    smallest that promises enough by the number in its name."""
+    """The folder's file with that stem. If there are several, such as the original's excerpt of 1000 products next to all
+    of them, the smallest that has enough according to the number in its name."""
     files = sorted(folder.glob(f"{stem}*.json"), key=lambda path: (_promised(path), path.name))
     enough = [path for path in files if products and _promised(path) >= products]
     return enough[0] if enough else files[-1] if files else None
@@ -96,7 +97,7 @@ def _by_id(file: Path | None) -> Mapping[str, Any]:
 
 
 def _items(file: Path) -> Iterator[Mapping[str, Any]]:
-    """The objects of a JSON list, one by one: the original's list takes gigabytes when read as one."""
+    """The objects of a JSON list, one by one: the original's list takes gigabytes when parsed at once."""
     decoder, rest, last = json.JSONDecoder(), "", False
     with file.open(encoding="utf-8") as source:
         while not last:
@@ -132,7 +133,7 @@ def _product(item: Mapping[str, Any], described: Any, seed: int) -> Product | No
 
 
 def _price(pricing: Any, rng: random.Random) -> float:
-    """`$12.99`, or something within `$10.99$24.99`."""
+    """The price of `$12.99`, or a random one within `$10.99$24.99`."""
     if isinstance(pricing, int | float):
         return float(pricing)
     prices = [float(number.replace(",", "")) for number in _NUMBER.findall(_text(pricing))][:2]
@@ -156,7 +157,7 @@ def _human_goals(products: Mapping[str, Product], said: Mapping[str, Any], rng: 
 
 
 def _made_goals(products: Mapping[str, Product], said: Mapping[str, Any], rng: random.Random) -> Iterator[Goal]:
-    """A goal for every combination of a product's options."""
+    """One goal per combination of a product's options."""
     for id, product in products.items():
         one = said.get(id)
         if not isinstance(one, dict):
@@ -170,7 +171,7 @@ def _made_goals(products: Mapping[str, Product], said: Mapping[str, Any], rng: r
 
 
 def _goal(product: Product, text: Any, attributes: Any, options: Sequence[str], rng: random.Random) -> Iterator[Goal]:
-    """The goal, if it says anything that can be checked. Its limit is one of the four tens above the price, not the
+    """The goal, if it can be checked. Its limit is one of the four multiples of ten above the price, but not the
     lowest."""
     text, wanted = _text(text).rstrip("."), _texts(attributes)
     if text and wanted:
@@ -192,7 +193,7 @@ def _sequence(value: Any) -> list[Any]:
 
 
 def _text(value: Any) -> str:
-    """A text on one line. Half a pair of surrogates, which JSON can spell, is no character."""
+    """A text on one line. Half of a surrogate pair, which JSON can contain, is replaced."""
     if not isinstance(value, str):
         return ""
     return " ".join(value.encode("utf-8", "replace").decode("utf-8").split())

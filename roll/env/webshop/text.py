@@ -1,4 +1,4 @@
-"""Words of texts, and how alike two texts are."""
+"""Words of texts, and the similarity of two texts."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ def words(text: str) -> list[str]:
 
 
 def terms(text: str) -> list[str]:
-    """The words that a search goes by: no function words, plurals as singulars."""
+    """The words for a search: no function words, plurals as singulars."""
     return [_singular(word) for word in words(text) if word not in FUNCTION_WORDS]
 
 
 @lru_cache(maxsize=1 << 14)
 def nouns(title: str) -> frozenset[str]:
-    """The words that name things in a product's title, as far as lists and endings tell: without function words, numbers
-    and adjectives."""
+    """The nouns of a product's title, as far as lists and endings tell: without function words, numbers and
+    adjectives."""
     return frozenset(word for word in words(title) if _names_a_thing(word))
 
 
 @lru_cache(maxsize=1 << 16)
 def alike(one: str, other: str) -> float:
-    """How alike two short texts are as sets of words, from 0 to 1: 1 where all words of one are in the other, else the
-    best match of characters among the shared words, and the shared words with either's rest."""
+    """Similarity of two short texts as sets of words, from 0 to 1: 1 if all words of one are in the other, otherwise the
+    best character match among the shared words and the shared words with either text's other words."""
     left, right = set(words(one)), set(words(other))
     shared = sorted(left & right)
     if not left or not right:
@@ -65,7 +65,7 @@ def alike(one: str, other: str) -> float:
 
 
 def shorten(text: str, chars: int) -> str:
-    """The text, cut after a word where it is longer."""
+    """The text, cut after a word if it is too long."""
     if len(text) <= chars:
         return text
     cut = text[:chars]

@@ -1,8 +1,8 @@
-"""What an agent sees: pages of a shop as text.
+"""The agent's view: pages of a shop as text.
 
-`compact` is for small models: short titles, each axis of options on one line, the instruction in the beginning only; what
-can be clicked is written as the action. `full` is as the original's text mode: all texts of a page in order, the
-instruction on each, then what can be done.
+`compact` is for small models: short titles, each axis of options on one line, the instruction only at the beginning;
+clickable elements are written as actions. `full` is like the original's text mode: all texts of a page in order, the
+instruction on every page, then the available actions.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from roll.env.webshop.text import shorten
 View: TypeAlias = Literal["compact", "full"]
 
 TITLE_CHARS = 80
-"""Titles are not longer in a compact list of results."""
+"""Maximum length of titles in a compact list of results."""
 
 
 def compact(store: ShopPages, place: Page, instruction: str) -> str:
-    """A page in few words."""
+    """A page in compact form."""
     if not place.keywords:
         return "Search page. Write search[ and the keywords, for example: search[red wool socks]"
     lines = _compact_product(store, place) if place.product else _compact_results(store, place)
@@ -29,7 +29,7 @@ def compact(store: ShopPages, place: Page, instruction: str) -> str:
 
 
 def full(store: ShopPages, place: Page, instruction: str) -> str:
-    """A page with all that is on it."""
+    """A page with all its content."""
     texts = ["WebShop", "Instruction:", instruction, "Search"] if not place.keywords else ["Instruction:", instruction]
     if place.product:
         texts += _full_product(store, place)
