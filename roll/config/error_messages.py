@@ -156,7 +156,7 @@ def _text_of(detail: ErrorDetails, path: Path) -> str:
     if kind is not schema_tree.UNKNOWN and (length or schema_tree.choices(kind) or _SAID_BY_TYPE.match(detail["type"])):
         return unfit(path, value)
     if detail["type"] == "string_pattern_mismatch" and path[-1] == "mode":
-        takes = "octal digits, of which the first lets you do everything, as in 0750"
+        takes = "three octal digits of which the first is 7, as in 0750"
         return f"{name} is {shown(value)}, but takes {takes} ({schema_tree.meaning(path)})"
     reason = re.sub(r"^.*?\bshould\b", "it should", detail["msg"])
     line = schema_tree.meaning(path)

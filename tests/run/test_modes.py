@@ -97,3 +97,10 @@ def test_a_mode_is_written_as_for_chmod(written: str) -> None:
 def test_other_modes_are_refused(written: str) -> None:
     with pytest.raises(UserError, match=r"run\.mode is .*"):
         load_config({}, [f"run.mode={written}"])
+
+
+def test_a_refused_mode_says_what_to_write() -> None:
+    with pytest.raises(
+        UserError, match=r'run\.mode is "0600", but takes three octal digits of which the first is 7, as in 0750'
+    ):
+        load_config({}, ["run.mode=0600"])
