@@ -140,7 +140,7 @@ class EnvProcess:
             self._loads[name] = self.ask(ipc.EnvLoad(name, code), deadline_s, f"importing environment {name!r}")
         load = self._loads[name]
         try:
-            # waits: it was asked with a deadline
+            # waits: the call has a deadline
             result, _ = await asyncio.shield(load)
         except EnvFailure as failure:
             # each waiting caller gets an error object of its own
@@ -233,7 +233,7 @@ class EnvProcess:
         """Passes replies on until the connection ends."""
         with contextlib.suppress(Exception):  # the process ended, or something else wrote to its end of the connection
             while True:
-                # waits: who asks has a deadline
+                # waits: the caller has a deadline
                 header = await self._child.reader.readexactly(HEADER.size)
                 if header == FAULT:
                     self._fault = header
@@ -244,7 +244,7 @@ class EnvProcess:
                 (size,) = HEADER.unpack(header)
                 if size > ipc.LIMIT_BYTES:
                     return
-                # waits: who asks has a deadline
+                # waits: the caller has a deadline
                 number, result, seconds = ipc.RESULTS.read(await self._child.reader.readexactly(size))
                 if number == ipc.BY_ITSELF:
                     self._receive_notice(result)

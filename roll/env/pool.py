@@ -227,7 +227,7 @@ class EnvPool:
     async def _ask(self, episode: _Episode, request: ipc.Visit, deadline_s: float, what: str) -> ipc.Result:
         assert episode.process is not None
         episode.call = episode.process.ask(request, deadline_s, f"{what} of episode {episode.id!r}")
-        # waits: it was asked with a deadline
+        # waits: the call has a deadline
         result, seconds = await asyncio.shield(episode.call)
         if isinstance(result, ipc.EnvFailed):
             raise EnvFailure(result.kind, result.reason, result.detail)
@@ -239,7 +239,7 @@ class EnvPool:
         """The call's result; if the call fails, ends the episode."""
         episode.busy = True
         try:
-            # waits: it was asked with a deadline
+            # waits: the call has a deadline
             result = await call
             self._raise_if_left(episode)
         except EnvFailure as failure:
@@ -273,7 +273,7 @@ class EnvPool:
 
     async def _vacate(self, episode: _Episode, host: EnvProcess) -> None:
         if episode.call is not None:
-            # waits: it was asked with a deadline
+            # waits: the call has a deadline
             await asyncio.wait({episode.call})
             await self._close_environment(episode, episode.process or host)
         if episode.apart is not None:

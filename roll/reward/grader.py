@@ -120,11 +120,11 @@ class Grader:
         """The next answer, or None if none can come any more. Records which part is being judged."""
         while True:
             try:
-                # waits: who asks has a deadline
+                # waits: the caller has a deadline
                 (size,) = HEADER.unpack(await self._child.reader.readexactly(HEADER.size))
                 if size > ipc.LIMIT_BYTES:
                     return None
-                # waits: who asks has a deadline
+                # waits: the caller has a deadline
                 answer: ipc.Answer = ipc.ANSWERS.read(await self._child.reader.readexactly(size))
             # the process ended, or something else wrote to its end of the connection: no answer can be trusted now
             except Exception:

@@ -41,7 +41,7 @@ class ModelScoreClient:
             self._answers[key] = asyncio.create_task(self._ask(rewards, task, response))
             self._answers[key].add_done_callback(lambda asked: self._ended(key, asked))
         self._answers.move_to_end(key)
-        # waits: every question has a deadline; who leaves early does not take the answer from others
+        # waits: every request has a deadline; a cancelled caller does not cancel it for the others
         return await asyncio.shield(self._answers[key])
 
     async def close(self) -> None:

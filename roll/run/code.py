@@ -207,7 +207,7 @@ class Recording:
         aside.rename(run / FOLDER)
 
     def replace(self, run: Path, from_step: int) -> None:
-        """Writes it into a run's folder in place of the former code, which is kept inside."""
+        """Replaces the code in a run's folder; the former code is kept inside it."""
         aside, there = run / f".{FOLDER}.new", run / FOLDER
         old = RunCode.open(run)
         name = f"before_step_{from_step}"

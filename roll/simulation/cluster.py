@@ -1,9 +1,9 @@
 """The processes of a simulated run and their supervision: engines, graders, rollout workers, the router and the pool.
 
-    engine           dies, or hangs and is declared dead: what it had goes on elsewhere; it is back after a while, and
-                     serves once it has the weights
-    rollout worker   dies, or hangs and is declared dead: what it had starts anew elsewhere; it is back after a while
-    graders          are gone for a while
+    engine           dies, or hangs and is declared dead: its requests continue on other engines; it is restarted
+                     after a while, and serves once it has the weights
+    rollout worker   dies, or hangs and is declared dead: its samples are generated again elsewhere; it is restarted
+    graders          are down for a while
 
 The first to notice a death reports it to the supervision, which does as `roll.pipeline.supervision` does; publishing does
 as `roll.pipeline.publisher` does. Invariant: a dead process is back within the seconds that its death names, once no

@@ -203,7 +203,7 @@ RLVR = Workload(
 )
 """Questions with a verifier, as in mathematics: one response of about 1,000 tokens, half of them under 700, three in a
 thousand at the limit of 8,192; graded in a process (0.3 s: parsing and comparing, some tests), 8 graders per GPU, like
-the CPU cores of a node. Tasks differ so much that nearly four groups in ten are solved by all or by none."""
+the CPU cores of a node. Tasks vary enough that nearly four groups in ten are solved by all or by none."""
 
 AGENTIC = Workload(
     name="agentic",

@@ -1,6 +1,6 @@
-"""Languages, as far as their script tells: no language of the Latin script can be told from another this way.
+"""Recognises languages by their script: languages in Latin script cannot be distinguished this way.
 
-Languages that share a script (Hindi, Marathi and Nepali, say) are not told apart.
+Languages that share a script (Hindi, Marathi and Nepali, say) are not distinguished either.
 """
 
 from __future__ import annotations
