@@ -168,7 +168,7 @@ class Mortal:
         self._death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
-    def place(self) -> WorkerPlacement:
+    def placement(self) -> WorkerPlacement:
         return self.inner.placement
 
     @property
@@ -178,13 +178,13 @@ class Mortal:
     async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         death = self._death
         if death.done():
-            raise WorkerDied(self.place.name, "killed")
+            raise WorkerDied(self.placement.name, "killed")
         call = asyncio.ensure_future(self._arrive(death, method, args, kwargs))
         call.add_done_callback(lambda call: call.cancelled() or call.exception())
         try:
             await asyncio.wait([call, death], return_when=asyncio.FIRST_COMPLETED)
             if death.done():
-                raise WorkerDied(self.place.name, "killed")
+                raise WorkerDied(self.placement.name, "killed")
             return call.result()
         finally:
             call.cancel()
@@ -194,7 +194,7 @@ class Mortal:
 
     async def ping(self, deadline_s: float) -> None:
         if self._death.done():
-            raise WorkerDied(self.place.name, "killed")
+            raise WorkerDied(self.placement.name, "killed")
 
     def kill(self) -> None:
         if not self._death.done():
@@ -537,7 +537,7 @@ class Party:
         self.toys[rank].pace_s, self.toys[rank].version = old.pace_s, old.version
         self.toys[rank].says = old.says
         handle = cast(Mortal, self.engines._handles[rank])
-        handle.replace(LocalHandle(engine_worker(handle.place, self.toys[rank])))
+        handle.replace(LocalHandle(engine_worker(handle.placement, self.toys[rank])))
         self.router.add_engine(rank)
 
     def kill_worker(self, rank: int) -> None:

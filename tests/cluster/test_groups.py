@@ -32,7 +32,7 @@ class RankHandle(ToyHandle):
         self.ended_s: float | None = None
 
     async def at_once(self) -> str:
-        return self.place.name
+        return self.placement.name
 
     async def never(self) -> str:
         await asyncio.Event().wait()
@@ -44,7 +44,7 @@ class RankHandle(ToyHandle):
         try:
             await asyncio.wait({answering, dying}, return_when=asyncio.FIRST_COMPLETED)
             if self.state == "dead":
-                raise WorkerDied(self.place.name, "its process was killed by SIGKILL")
+                raise WorkerDied(self.placement.name, "its process was killed by SIGKILL")
             return await answering
         finally:
             answering.cancel()
@@ -59,7 +59,7 @@ class RankHandle(ToyHandle):
         async def answer() -> str:
             await asyncio.sleep(after_s)
             said = RuntimeError("Connection closed by peer [127.0.0.1]:4711")
-            raise WorkerError(CallFailure.of(said, self.place.name, "work", "here"))
+            raise WorkerError(CallFailure.of(said, self.placement.name, "work", "here"))
 
         return answer
 
@@ -173,7 +173,7 @@ def test_an_error_after_which_all_have_answered_leaves_the_group_well(others: st
     async def main() -> None:
         cluster, handles, _ = group()
         for handle in handles if others == "raise too" else handles[:1]:
-            handle.answer = handle.raises(UserError("write this"), after_s=0.1 * handle.place.rank)
+            handle.answer = handle.raises(UserError("write this"), after_s=0.1 * handle.placement.rank)
         assert str(await error_of(cluster)) == "write this"
         assert states(handles) == ["well"] * 3
         for handle in handles:

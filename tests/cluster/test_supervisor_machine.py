@@ -189,11 +189,11 @@ class Noting(ToyExecutor):
         self._note = note
 
     async def restart(self, handle: ToyHandle) -> None:
-        self._note("R", handle.place.rank)
+        self._note("R", handle.placement.rank)
         try:
             await super().restart(handle)
         except RunError:
-            self._note("F", handle.place.rank)
+            self._note("F", handle.placement.rank)
             raise
 
 

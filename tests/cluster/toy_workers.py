@@ -53,7 +53,7 @@ class ToyHandle:
     answer_s = 0.01
 
     def __init__(self, place: WorkerPlacement) -> None:
-        self.place = place
+        self.placement = place
         self.incarnation = 0
         self.state: Literal["well", "dead", "hung"] = "well"
         self.deaf = 0
@@ -81,9 +81,9 @@ class ToyHandle:
                     await self._changed.wait()
                 await asyncio.sleep(self.answer_s if self.state == "well" else 0)
         except TimeoutError:
-            raise CallTimedOut(self.place.name, "ping", deadline_s) from None
+            raise CallTimedOut(self.placement.name, "ping", deadline_s) from None
         if self.state == "dead":
-            raise WorkerDied(self.place.name, f"killed, as number {self.incarnation}")
+            raise WorkerDied(self.placement.name, f"killed, as number {self.incarnation}")
 
 
 class ToyExecutor:
@@ -106,10 +106,10 @@ class ToyExecutor:
         return self.lost_nodes.get(place.name)
 
     async def restart(self, handle: ToyHandle) -> None:
-        self.restarts.append((now_s(), handle.place.name))
+        self.restarts.append((now_s(), handle.placement.name))
         handle.become("dead")
         await asyncio.sleep(self.restart_s)
-        if errors := self.errors.get(handle.place.name):
+        if errors := self.errors.get(handle.placement.name):
             raise errors.pop(0)
         handle.incarnation += 1
         handle.become("well")

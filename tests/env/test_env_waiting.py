@@ -14,8 +14,8 @@ from roll.env.admission import AdmissionQueue
 @dataclass(eq=False)
 class Guest:
     kind: str
-    place: int
-    turn: asyncio.Future[None] | None = None
+    queue_position: int
+    admitted: asyncio.Future[None] | None = None
 
 
 MOVES = st.lists(st.sampled_from(["join a", "join b", "join c", "enter", "leave", "give up"]), max_size=60)
@@ -36,8 +36,8 @@ def test_the_first_whose_kind_has_room_is_next(moves: list[str], limits: dict[st
             waiting.remove(inside.pop(number % len(inside)))
         elif move == "give up" and outside:
             gone = outside.pop(number % len(outside))
-            assert gone.turn is not None
-            gone.turn.cancel()
+            assert gone.admitted is not None
+            gone.admitted.cancel()
         free = [g for g in outside if sum(i.kind == g.kind for i in inside) < limits.get(g.kind, 99)]
         assert waiting.first() is (free[0] if free else None)
         if move == "enter" and free:

@@ -26,7 +26,7 @@ class Toy(Worker):
     moves: Moves
 
     @dispatch(Dispatch.ALL)
-    async def hold(self, level: Residency) -> None:
+    async def set_residency(self, level: Residency) -> None:
         await asyncio.sleep(0)
         self.moves.append((self.placement.name, level))
 

@@ -33,7 +33,7 @@ class Damaged(TrainWorker):
     _offered = -1
 
     @dispatch(Dispatch.ONE)
-    def offer(self, version: int, path: Path) -> WeightAnnouncement:
+    def announce(self, version: int, path: Path) -> WeightAnnouncement:
         again, self._offered = self._offered == version, version
         made = super().announce(version, path)
         assert isinstance(self.strategy, PolicyTrainer)
