@@ -246,7 +246,7 @@ def test_a_cluster_sent_again_reaches_the_new_worker(roles: Roles) -> None:
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_stopped_process_is_ended_on_its_node(roles: Roles, monkeypatch: pytest.MonkeyPatch, elsewhere: bool) -> None:
-    home = roles.mortals._handles[0]._home  # type: ignore[attr-defined]
+    home = roles.mortals._handles[0]._location  # type: ignore[attr-defined]
     assert home.process.pid == roles.run(roles.mortals.call_rank(0, Mortal.pid))
     if elsewhere:
         monkeypatch.setattr(ray_actor, "this_node", lambda: "another node")

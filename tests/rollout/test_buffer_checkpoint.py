@@ -147,7 +147,7 @@ def test_what_was_ready_is_trained_on_and_what_was_open_is_issued_again(tmp_path
         assert {(group.task.id, group.epoch) for group in again.kept} == drawn
         await after.scheduler.close()
         assert not after.pool.tokens._homes
-        assert not any(worker._home or worker._held for worker in after.runner.crew.workers)
+        assert not any(worker._samples_here or worker._held for worker in after.runner.crew.workers)
 
     go(main())
 
