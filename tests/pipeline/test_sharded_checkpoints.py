@@ -29,6 +29,7 @@ from roll.pipeline.recorder import Recorder
 from roll.pipeline.report import SilentReporter, StepReport
 from roll.pipeline.signals import Stopped
 from roll.run import Checkpoints
+from roll.run.checkpoint import _check_of
 
 MIB = 2**20
 SHARDED = "{strategy: sharded, replicas: 2}"
@@ -158,7 +159,7 @@ def unlist(file: Path) -> None:
     manifest = file.parent.parent / "manifest.json"
     content = json.loads(manifest.read_text())
     del content["files"][f"shards/{file.name}"]
-    manifest.write_text(json.dumps(content))
+    manifest.write_text(json.dumps(content | {"check": _check_of(content)}))
 
 
 DAMAGES = [(flip, "__1_0.distcp"), (Path.unlink, "__0_0.distcp"), (cut, ".metadata"), (unlist, "__1_0.distcp")]
