@@ -43,7 +43,7 @@ SETTINGS = (
     "eval.samples=4",
     "run.checkpoint_every=1",
     "run.tensorboard=false",
-    "supervise.restarts=100",
+    "fault_tolerance.restarts=100",
 )
 SHARDED = "roles.actor_train={strategy: sharded, replicas: 2}"
 LIMIT_S = 300.0

@@ -614,7 +614,7 @@ async def party(
 
     crew = Crew(worker_count, lambda place: RolloutWorker(place, config, run), ready)
     router = Router(engine_count, deadline_s=600, max_running=max_running)
-    tries = config.rollout.tries
+    tries = config.rollout.max_attempts
     pool = RolloutPool(crew.cluster, router, tries=tries, scoring_most=scoring_most, deadline_s=600)
     moves: Any = Moves()
     whole = Party(pool, router, crew, cluster, toys, made, judges, playing, worlds, log, moves, Lifecycle(moves))

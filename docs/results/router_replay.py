@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 TABLE = HERE / "router_replay.csv"
 EXPERTS, CHOSEN, INNER = 16, 2, 256
-METRICS = ("train/mismatch", "train/mismatch_k3", "train/mismatch_max", "reward/mean")
-LOWEST = {"train/mismatch": 1e-5, "train/mismatch_k3": 1e-7}
+METRICS = ("train/rollout_logprob_diff", "train/rollout_kl", "train/rollout_logprob_diff_max", "reward/mean")
+LOWEST = {"train/rollout_logprob_diff": 1e-5, "train/rollout_kl": 1e-7}
 """Where the vertical axes begin: policies that have become certain differ by anything below."""
 KINDS = {
     "mixture": "mixture, without replay",
@@ -93,8 +93,8 @@ def draw() -> None:
     runs = _read()
     figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.2))
     shown = {
-        "train/mismatch": "mean difference of a token's log-prob",
-        "train/mismatch_k3": "KL of trainer and sampler (k3)",
+        "train/rollout_logprob_diff": "mean difference of a token's log-prob",
+        "train/rollout_kl": "KL of trainer and sampler (k3)",
     }
     for axes, (metric, label) in zip(panels, shown.items(), strict=True):
         for number, (kind, name) in enumerate(KINDS.items()):

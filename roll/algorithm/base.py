@@ -125,8 +125,8 @@ class Algorithm:
             batch = self._with_turns(batch, advantage)
         if config.mask_truncated:
             keep &= ~batch["truncated"]
-        if config.difficulty is not None:
-            keep &= ~too_easy_or_hard(batch["reward"], batch["group"], config.difficulty)
+        if config.difficulty_range is not None:
+            keep &= ~too_easy_or_hard(batch["reward"], batch["group"], config.difficulty_range)
         return batch if keep.all() else batch.select(np.flatnonzero(keep))
 
     def _one_each(self, advantage: Floats, samples: int) -> Floats:
@@ -143,9 +143,10 @@ class Algorithm:
         """Rewards after shaping, as they are compared."""
         config = self.config
         scores = shaped_alone(batch["reward"], config)
-        if config.overlong_share > 0:
+        if config.overlong_buffer_ratio > 0:
             longest = np.array([self.longest_of.get(domain, self._longest) for domain in batch["domain"].tolist()])
-            buffer, lengths = config.overlong_share * longest, batch["response_tokens"] / np.maximum(batch["turns"], 1)
+            lengths = batch["response_tokens"] / np.maximum(batch["turns"], 1)
+            buffer = config.overlong_buffer_ratio * longest
             scores = scores + config.overlong_penalty * overlong(lengths, longest, buffer)
         if self.needs_sample_kl:
             scores = scores - self._kl.value * batch["kl"]

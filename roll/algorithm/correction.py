@@ -88,9 +88,9 @@ class Mismatch:
         tokens, sums = max(self.tokens, 1), {name: float(value) for name, value in self._sums.items()}
         square = sums.get("square", 0.0)
         return {
-            "mismatch": sums.get("size", 0.0) / tokens,
-            "mismatch_max": 0.0 if self._largest is None else float(self._largest),
-            "mismatch_k3": sums.get("k3", 0.0) / tokens,
-            "mismatch_ess": sums["weight"] ** 2 / (tokens * square) if square else 1.0,
-            "correction_cut": sums.get("cut", 0.0) / tokens,
+            "rollout_logprob_diff": sums.get("size", 0.0) / tokens,
+            "rollout_logprob_diff_max": 0.0 if self._largest is None else float(self._largest),
+            "rollout_kl": sums.get("k3", 0.0) / tokens,
+            "is_ess": sums["weight"] ** 2 / (tokens * square) if square else 1.0,
+            "is_weight_clip_frac": sums.get("cut", 0.0) / tokens,
         }

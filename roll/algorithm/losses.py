@@ -37,7 +37,7 @@ def clipped(
     gain = torch.minimum(free, bounded)
     if dual_clip is not None:
         gain = torch.where(streams.advantage < 0, torch.maximum(gain, dual_clip * streams.advantage), gain)
-    return TokenLoss(-gain, {"clipped": (gain != free).float()})
+    return TokenLoss(-gain, {"clip_frac": (gain != free).float()})
 
 
 def cispo(streams: LossInputs, *, clip_low: float, clip_high: float, ratio: Level = "token") -> TokenLoss:
@@ -47,7 +47,7 @@ def cispo(streams: LossInputs, *, clip_low: float, clip_high: float, ratio: Leve
     """
     r = policy_ratio(streams, ratio).detach()
     weight = r.clamp(1 - clip_low, 1 + clip_high)
-    return TokenLoss(-weight * streams.advantage * streams.current, {"clipped": (weight != r).float()})
+    return TokenLoss(-weight * streams.advantage * streams.current, {"clip_frac": (weight != r).float()})
 
 
 def topr(streams: LossInputs) -> TokenLoss:
@@ -105,7 +105,7 @@ def resolve_loss(spec: LossSpec) -> Callable[[LossInputs], TokenLoss]:
         if spec.correction is not None:
             weight = correction_weight(streams, spec.correction)
             values = values * weight
-            metrics["correction"] = weight
+            metrics["is_weight_mean"] = weight
         if streams.ref is not None:
             kl = kl_estimate(streams.current, streams.ref, spec.kl_estimator)
             metrics["kl"] = kl.detach()

@@ -13,10 +13,10 @@ OF_MIXTURE = frozenset({"expert_load_max", "experts_idle", "router_entropy", "ro
 """Additional metrics of a trainer for a model with experts."""
 OF_TRAINER = frozenset(
     {
-        *("loss", "grad_norm", "lr", "tokens", "rows", "updates", "skipped"),
+        *("loss", "grad_norm", "lr", "tokens", "packed_tokens", "updates", "skipped"),
         *("micro_batch_tokens", "oom_retries"),
-        *("entropy", "kl", "correction", "correction_cut"),
-        *("mismatch", "mismatch_max", "mismatch_k3", "mismatch_ess"),
+        *("entropy", "kl", "is_weight_mean", "is_weight_clip_frac"),
+        *("rollout_logprob_diff", "rollout_logprob_diff_max", "rollout_kl", "is_ess"),
         "imbalance",  # of a sharded trainer
         *OF_MIXTURE,
     }

@@ -22,7 +22,7 @@ _GROUP = {"baseline": "group", "scale": "group"}
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     "grpo": {**_GROUP},
     "ppo": {"credit": "gae", "whiten": True},
-    "dapo": {**_GROUP, "clip_high": 0.28, "overlong_share": 0.2},
+    "dapo": {**_GROUP, "clip_high": 0.28, "overlong_buffer_ratio": 0.2},
     "dr_grpo": {"baseline": "group", "aggregation": "fixed_length"},
     "reinforce_pp": {"credit": "returns", "whiten": True, "kl_coef": 0.001, "kl_in": "reward", "kl_estimator": "k1"},
     "reinforce_pp_baseline": {"baseline": "group", "whiten": True, "kl_coef": 0.001, "kl_estimator": "k2"},
@@ -63,14 +63,14 @@ class AlgorithmConfig(Section):
     """Factor of clipped rewards."""
     reward_shift: float = 0.0
     """Added to scaled rewards."""
-    overlong_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    overlong_buffer_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Over the last so large a share of `rollout.max_new_tokens` the reward falls linearly; 0 for no such penalty. Of an
     episode the mean of its turns counts."""
     overlong_penalty: NonNegative = 1.0
     """What a response of the longest length loses."""
     mask_truncated: bool = False
     """Leave out responses that were cut off at the longest length."""
-    difficulty: tuple[Bound, Bound] | None = None
+    difficulty_range: tuple[Bound, Bound] | None = None
     """Leave out groups whose mean reward is outside this range."""
     positive_above: float | None = None
     """Train on responses with a reward above this alone, each with advantage 1."""
@@ -228,13 +228,13 @@ def _contradictions(c: AlgorithmConfig) -> list[tuple[bool, str]]:
                 bounds is not None and bounds[0] > bounds[1],
                 f"algorithm.{key} is {bounds}: write the lower bound first",
             )
-            for key, bounds in (("reward_clip", c.reward_clip), ("difficulty", c.difficulty))
+            for key, bounds in (("reward_clip", c.reward_clip), ("difficulty", c.difficulty_range))
         ),
     ]
 
 
 _READ_IF: Mapping[str, tuple[Callable[[AlgorithmConfig], bool], str]] = {
-    "overlong_penalty": (lambda c: c.overlong_share > 0, "algorithm.overlong_share is above 0"),
+    "overlong_penalty": (lambda c: c.overlong_buffer_ratio > 0, "algorithm.overlong_buffer_ratio is above 0"),
     "per_domain": (
         lambda c: bool({c.baseline, c.scale} & {"batch", "running"}),
         "algorithm.baseline or algorithm.scale is batch or running",

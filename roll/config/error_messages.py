@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from roll.config import schema_tree
+from roll.config import renames, schema_tree
 from roll.config.secrets import name_at, redacted
 from roll.config.suggest import either, near
-from roll.config.workers import RolesConfig
 from roll.config.yaml_document import Path
 
 _SAID_BY_TYPE = re.compile(r".*_(type|parsing|parsing_size|from_float)$|(greater|less)_than(_equal)?$|finite_number$")
@@ -50,17 +49,10 @@ def bare(value: Any) -> str:
     return value if isinstance(value, str) and value else shown(value)
 
 
-RENAMED = {
-    "run.keep_checkpoints": "run.keep.checkpoints",
-    **{f"roles.{role}.tensor_parallel": f"roles.{role}.parallel.tensor" for role in RolesConfig.model_fields},
-}
-"""Settings that have another name now."""
-
-
 def unknown(path: Path) -> str:
     """The mistake of a key that is no setting."""
     path = (*path[:-1], str(path[-1]))
-    if (now := RENAMED.get(schema_tree.dotted(path))) is not None:
+    if (now := renames.setting(schema_tree.dotted(path))) is not None:
         return f"{schema_tree.dotted(path)} has another name: write {now}"
     text = f"{schema_tree.dotted(path)} is not a setting"
     above: Path = ()

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from roll.config import error_messages, schema_tree
+from roll.config import error_messages, renames, schema_tree
 from roll.config.error_messages import Mistake, Origin
 from roll.config.errors import UserError
 from roll.config.root import is_object, moved_root, names_in, relocated, run_of, with_names
@@ -134,7 +134,7 @@ class _Draft:
         if isinstance(source, (str, PurePath)):
             self.file = FilePath(os.path.abspath(source))
             document = _read(FilePath(source))
-            data = document.data
+            data = document.data if run_of(self.file) is None else renames.config_of_run(document.data)
             self.whole = Origin(0, str(source))
             self.origins = {path: self._on_line(line) for path, line in document.lines.items()}
             for path, line, first in document.repeated:

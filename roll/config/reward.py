@@ -93,7 +93,7 @@ class RewardConfig(RewardRule):
     """Grader processes."""
     deadline_s: Seconds = 10.0
     """Seconds one verdict may take; then its process is killed and replaced."""
-    tries: Count = 2
+    max_attempts: Count = 2
     """Attempts at a verdict when the grader's process hangs or dies."""
     queue: Count = 4096
     """Samples that may wait for verdicts; while there are more, no new ones begin."""

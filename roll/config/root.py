@@ -186,7 +186,7 @@ def _of_model(model: ModelConfig | RoleModel, above: Keys) -> Iterator[Name]:
 
 
 def _code_in(section: Section, above: Keys) -> Iterator[Name]:
-    for key in ("filter", "order", "policy", "end_early", "loss", "name"):
+    for key in ("filter", "task_order", "policy", "early_stop", "loss", "name"):
         value = getattr(section, key, None)
         if isinstance(value, str) and is_code(value):
             yield Name((*above, key), value, "code")

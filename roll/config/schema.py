@@ -33,7 +33,7 @@ from roll.config.section import (
     Whole,
 )
 from roll.config.validation import UNREAD, check
-from roll.config.workers import RayConfig, RoleConfig, RoleModel, RolesConfig, SuperviseConfig, WeightsConfig
+from roll.config.workers import FaultToleranceConfig, RayConfig, RoleConfig, RoleModel, RolesConfig, WeightSyncConfig
 
 __all__ = [
     "UNREAD",
@@ -41,6 +41,7 @@ __all__ = [
     "DomainConfig",
     "EvalConfig",
     "EvalSetConfig",
+    "FaultToleranceConfig",
     "RayConfig",
     "RewardConfig",
     "RewardPart",
@@ -50,8 +51,7 @@ __all__ = [
     "RolesConfig",
     "Section",
     "SourceConfig",
-    "SuperviseConfig",
-    "WeightsConfig",
+    "WeightSyncConfig",
 ]
 
 
@@ -105,9 +105,9 @@ class TasksConfig(SourceConfig):
     source: str = "addition"
     """`addition`, `echo`, `environment`, `reasoning_gym:family`, a `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` file,
     `hf:dataset`, or a function: `module:name` or `file.py:name` (`docs/tasks.md`)."""
-    weights: dict[str, Positive] = Field(default_factory=dict)
+    domain_weights: dict[str, Positive] = Field(default_factory=dict)
     """Share of each domain among the groups, by name; empty: every task equally often."""
-    sample_by: Literal["epochs", "solve_rate"] = "epochs"
+    sampler: Literal["epochs", "solve_rate"] = "epochs"
     """`epochs`: every task once an epoch. `solve_rate`: of those, tasks always or never solved of late often wait."""
     max_prompt_tokens: Whole = 0
     """Longest prompt, in tokens; 0: whatever leaves room for `max_new_tokens` in the model's context."""
@@ -165,29 +165,29 @@ class RolloutConfig(Section):
     max_staleness: Whole = 0
     """Versions of the weights a sample may be behind when it is trained on. 0 is on-policy; above, generation goes on
     while training runs, which needs `executor: ray`."""
-    stale: Literal["wait", "mask", "drop"] = "wait"
+    staleness_policy: Literal["wait", "mask", "drop"] = "wait"
     """What is done about samples that would get too old: `wait` for them, `mask` their old tokens, or `drop` them."""
-    stale_wait_s: Seconds = 600.0
+    staleness_timeout_s: Seconds = 600.0
     """Seconds `wait` waits; then they are dropped."""
-    on_update: Literal["pause", "abort"] = "pause"
+    on_weight_update: Literal["pause", "abort"] = "pause"
     """Around new weights, running samples `pause` and go on, or `abort` and go on from their prefix, computed anew."""
     oversample: NonNegative = 0.0
     """Groups issued beyond a step's need, as a share of it."""
-    cut: Literal["in_order", "first"] = "in_order"
+    batch_selection: Literal["in_order", "first_finished"] = "in_order"
     """Which groups make a step: the oldest issued, or the first to finish, which favours short answers."""
-    order: str = "in_order"
-    """Which task is next: `in_order`, `lookahead` (expected longest first), `tail_rounds` (long ones in rounds of their
+    task_order: str = "in_order"
+    """Which task is next: `in_order`, `longest_first` (by expected length), `tail_batching` (long ones in steps of their
     own), or a class: `module:name` or `file.py:name`."""
     lookahead: Count = 64
-    """Tasks `lookahead` chooses from."""
-    end_early: tuple[str, ...] = ()
+    """Tasks that `task_order: longest_first` chooses from."""
+    early_stop: tuple[str, ...] = ()
     """What ends a response early: `repetition`, `length_budget=4` (times its siblings' mean), or a function."""
     policy: str = "none"
     """What interferes with running groups: `none`, `stragglers=60` (the last responses of a step are ended after so many
     seconds), or a class: `module:name` or `file.py:name`."""
     max_running: Count = 64
     """Samples an engine generates at once."""
-    kv_tokens: Whole = 0
+    kv_cache_tokens: Whole = 0
     """Tokens an engine's cache holds at most: it gets no more samples then, and of those that the embedded engine has,
     some wait. 0 for what they need, as far as memory goes."""
     router_replay: bool = True
@@ -195,7 +195,7 @@ class RolloutConfig(Section):
     ones. Without effect on other models."""
     deadline_s: Seconds = 600.0
     """Seconds that engines may spend on one response; then its sample fails."""
-    tries: Count = 3
+    max_attempts: Count = 3
     """Attempts at a sample whose worker dies or hangs."""
     quarantine_after: Count = 3
     """Workers a task's samples may have killed or hung; after that the task is dropped wherever it comes up."""
@@ -348,9 +348,9 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     eval: EvalConfig = EvalConfig()
     roles: RolesConfig = RolesConfig()
-    weights: WeightsConfig = WeightsConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
     ray: RayConfig = RayConfig()
-    supervise: SuperviseConfig = SuperviseConfig()
+    fault_tolerance: FaultToleranceConfig = FaultToleranceConfig()
     root: str = ""
     """Folder that relative names of files and code are found from. Empty: the folder of the YAML file; in Python, of a
     config without a file, the working directory."""
@@ -394,7 +394,7 @@ class Config(Section):
     def mix(self) -> dict[str, float]:
         """Weights of the domains that are trained on; empty where they have none."""
         own = {name: domain.weight for name, domain in self.domains.items() if domain.weight > 0}
-        return own or self.tasks.weights
+        return own or self.tasks.domain_weights
 
     @property
     def scoring_roles(self) -> dict[str, str]:

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 UNREAD = {
     "rlvr": ("data",),
     "sft": (
-        *("tasks", "domains", "reward", "env", "rollout", "algorithm", "weights"),
+        *("tasks", "domains", "reward", "env", "rollout", "algorithm", "weight_sync"),
         *("eval.temperature", "eval.show", "eval.attempts", "eval.pass_at", "eval.majority_at", "eval.solved_at"),
         *("eval.sets", "run.save_samples"),
     ),
 }
 """The sections and settings that a pipeline has no use for."""
-REPLACED = ("tasks.source", "tasks.options", "tasks.weights", "reward.name", "reward.options", "reward.parts")
+REPLACED = ("tasks.source", "tasks.options", "tasks.domain_weights", "reward.name", "reward.options", "reward.parts")
 """The settings that a run with domains has no use for."""
 _NAME = re.compile(r"[\w-]+")
 
@@ -149,14 +149,17 @@ def _check_across_fields(config: Config) -> None:
             f"rollout.max_staleness is {rollout.max_staleness}, but executor is local, where generation cannot go on "
             "while training runs: write executor=ray, or rollout.max_staleness=0"
         )
-    timed = (rollout.max_staleness, rollout.oversample, rollout.cut == "first", rollout.end_early)
+    timed = (rollout.max_staleness, rollout.oversample, rollout.batch_selection == "first_finished", rollout.early_stop)
     if config.deterministic and (any(timed) or rollout.policy != "none"):
         raise ValueError(
-            "rollout.max_staleness, rollout.oversample, rollout.cut=first, rollout.end_early and rollout.policy make "
+            "rollout.max_staleness, rollout.oversample, rollout.batch_selection=first_finished, rollout.early_stop and "
+            "rollout.policy make "
             "a batch depend on timing: write deterministic=false, or leave them out"
         )
-    if rollout.max_staleness and rollout.order == "tail_rounds":
-        raise ValueError("rollout.order=tail_rounds closes a round before the next begins: write rollout.max_staleness=0")
+    if rollout.max_staleness and rollout.task_order == "tail_batching":
+        raise ValueError(
+            "rollout.task_order=tail_batching closes a round before the next begins: write rollout.max_staleness=0"
+        )
     _check_range("rollout.filter_range", rollout.filter_range)
     if train.updates_per_step > rollout.groups_per_step:
         raise ValueError(

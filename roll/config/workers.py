@@ -106,12 +106,12 @@ class RolesConfig(Section):
     """Runs environments, each worker in `env.processes` processes; only where tasks have environments."""
 
 
-class WeightsConfig(Section):
+class WeightSyncConfig(Section):
     """How weights get from the trainer to engines in other processes."""
 
-    short: ClassVar[str | None] = "path"
+    short: ClassVar[str | None] = "transport"
 
-    path: Literal["auto", "shared_memory", "broadcast", "cuda_ipc"] = "auto"
+    transport: Literal["auto", "shared_memory", "broadcast", "cuda_ipc"] = "auto"
     """`auto` is `cuda_ipc` on one GPU, `shared_memory` on one machine, else `broadcast` (NCCL or gloo)."""
     bucket_mb: Count = 64
     """Size of the pieces they travel in; two of them are the extra memory a side needs."""
@@ -134,7 +134,7 @@ class RayConfig(Section):
     """Ray's description of the workers' environment, added to the one ROLL makes."""
 
 
-class SuperviseConfig(Section):
+class FaultToleranceConfig(Section):
     """What happens when workers die or hang."""
 
     ping_s: Seconds = 1.0

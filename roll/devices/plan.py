@@ -65,7 +65,7 @@ def make_plan(config: Config, job: RunRequirements, inventory: Inventory | None 
     model = ModelSize(shape, ModelShape.of(shape, config.model.adapters), dtypes, own, _shards(config, map, shape, own))
     work = job.work
     if map.roles["actor_train"].mesh is not None and "actor_infer" in map.roles:  # engines are other processes
-        work = replace(work, bucket_bytes=config.weights.bucket_mb << 20)
+        work = replace(work, bucket_bytes=config.weight_sync.bucket_mb << 20)
     offload, why = choose_offload(config, map, model, work)
     stages = residency(map, offload)
     memory = estimate(map, stages, model, work)

@@ -47,7 +47,7 @@ class KVBudget:
         if request.tokens <= most:
             return
         if self.kv_tokens:
-            remedy = f": write rollout.kv_tokens={-(-request.tokens // 64) * 64}"
+            remedy = f": write rollout.kv_cache_tokens={-(-request.tokens // 64) * 64}"
         else:
             remedy = f", in {self._share:.0%} of the memory that is free: lower rollout.max_new_tokens or env.max_tokens"
         raise ValueError(f"{request.need}, but the engine's cache holds {most}{remedy}")

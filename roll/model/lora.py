@@ -61,7 +61,7 @@ class BaseModelRef:
 
     def is_now(self, other: BaseModelRef) -> bool:
         """Whether both are the same model: a model that was moved is, another checkpoint of the same run is not."""
-        return Path(self.path).parts[-3:] == Path(other.path).parts[-3:] and self.seed == other.seed
+        return Path(self.path).parts[-2:] == Path(other.path).parts[-2:] and self.seed == other.seed
 
 
 class Adapters:

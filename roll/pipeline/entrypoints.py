@@ -14,7 +14,7 @@ from typing import Any, cast
 from roll.cluster import Executor
 from roll.cluster.errors import NodeLost, RemoteError
 from roll.config import Config, UserError, dump_config
-from roll.config.schema import SuperviseConfig
+from roll.config.schema import FaultToleranceConfig
 from roll.data.chat_sources import ChatSource
 from roll.data.sources import TaskSource
 from roll.devices.disk_estimate import disk_warning
@@ -194,12 +194,12 @@ async def _train_with(
     origin: Resumed,
     other_code: Recording | None,
 ) -> State:
-    """Runs the pipeline. When a trainer dies, rolls the run back to its last checkpoint, as often as `supervise`
+    """Runs the pipeline. When a trainer dies, rolls the run back to its last checkpoint, as often as `fault_tolerance`
     allows."""
     deaths: list[float] = []
     checkpoint, changes = origin.checkpoint, origin.changes
     if checkpoint is not None:
-        await roles.load(checkpoint.path, pipeline.config.supervise)
+        await roles.load(checkpoint.path, pipeline.config.fault_tolerance)
     while True:
         if checkpoint is None:
             recorder.begin()
@@ -215,18 +215,18 @@ async def _train_with(
             await recorder.settle()
             return state
         except RemoteError as error:
-            checkpoint = await _go_back(roles, recorder, pipeline.config.supervise, deaths, error)
+            checkpoint = await _go_back(roles, recorder, pipeline.config.fault_tolerance, deaths, error)
 
 
 async def _go_back(
-    roles: TrainRoles, recorder: Recorder, supervise: SuperviseConfig, deaths: list[float], error: RemoteError
+    roles: TrainRoles, recorder: Recorder, fault_tolerance: FaultToleranceConfig, deaths: list[float], error: RemoteError
 ) -> Checkpoint | None:
     """Restarts the trainers at the last checkpoint and returns it; tries again if another trainer dies meanwhile. Raises
     the error if it is not a trainer's, or if trainers die too often."""
     while True:
         now = time.monotonic()
         deaths.append(now)
-        often = sum(now - death <= supervise.window_s for death in deaths) > supervise.restarts
+        often = sum(now - death <= fault_tolerance.window_s for death in deaths) > fault_tolerance.restarts
         if often or not roles.trainer_died(error):
             raise error
         await roles.check_nodes()
@@ -234,7 +234,7 @@ async def _go_back(
         await recorder.cancel_save()
         checkpoint = newest_checkpoint(recorder.folder)
         try:
-            await roles.restart_trainers(None if checkpoint is None else checkpoint.path, supervise)
+            await roles.restart_trainers(None if checkpoint is None else checkpoint.path, fault_tolerance)
         except RemoteError as another:
             error = another
         except NodeLost:

@@ -19,7 +19,7 @@ def check_policies(config: Config, tasks: TaskSet) -> None:
     """Refuses unknown names of task samplers, filters, early stops and policies, and a custom loss that does not
     exist."""
     make_policies(config, tasks)
-    make_early_end(config.rollout.end_early, config.root)
+    make_early_end(config.rollout.early_stop, config.root)
     make_policy(config.rollout.policy, config.root)
     if ":" in config.algorithm.loss:
         load_user_code(config.algorithm.loss, what="algorithm.loss", root=config.root)
@@ -31,11 +31,11 @@ def make_policies(config: Config, tasks: TaskSet) -> tuple[TaskSampler, Filter]:
     order = make_task_sampler(
         tasks.train,
         config.seed,
-        order=rollout.order,
-        sample_by=config.tasks.sample_by,
+        order=rollout.task_order,
+        sampler=config.tasks.sampler,
         weights=config.mix,
         oversample=rollout.oversample,
-        cut=rollout.cut,
+        cut=rollout.batch_selection,
         window=rollout.lookahead,
         groups_per_step=rollout.groups_per_step,
         root=config.root,

@@ -63,7 +63,9 @@ class Publisher:
         while ranks := ranks & roles.alive if not must else ranks:
             await self._regroup(ranks)
             try:
-                await publish(roles.actor, roles.engines.subset(sorted(ranks)), version, self._config.weights.path)
+                await publish(
+                    roles.actor, roles.engines.subset(sorted(ranks)), version, self._config.weight_sync.transport
+                )
                 return
             except (RemoteError, GroupBroke) as error:
                 self._members = None
@@ -95,7 +97,7 @@ class Publisher:
         has lost a member, or gets a restarted one."""
         engines = self._roles.engines
         members = frozenset((rank, engines.incarnation(rank)) for rank in ranks)
-        if members == self._members or self._config.weights.path not in ("auto", "broadcast"):
+        if members == self._members or self._config.weight_sync.transport not in ("auto", "broadcast"):
             return
         await self._roles.actor.call(TrainWorker.leave_group)
         calls = (engines.call_rank(rank, InferWorker.leave_group) for rank in sorted(ranks))
@@ -114,7 +116,7 @@ class Publisher:
         try:
             if engines is not None:
                 await asyncio.gather(engines.call_each(InferWorker.pause), return_exceptions=True)
-            if self._config.rollout.on_update == "abort":
+            if self._config.rollout.on_weight_update == "abort":
                 await pool.displace("new weights: it goes on from its prefix")
             else:
                 await pool.pause()

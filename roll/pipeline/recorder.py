@@ -189,7 +189,7 @@ class Recorder:
         self.ledger.flush()
         if self._trace is not None:
             for name, value in values.items():
-                if name.startswith("queue/"):
+                if name.startswith("queue/") or name == "rollout/grader_backpressure_s":
                     self._trace.counter(name, time.time(), value)
             self._trace.flush()
         self._metrics.log(step, values)
@@ -320,7 +320,7 @@ def update_metrics(stats: UpdateStats) -> dict[str, float]:
         "train/grad_norm": stats.grad_norm,
         "train/lr": stats.lr,
         "train/tokens": stats.tokens,
-        "train/rows": stats.rows,
+        "train/packed_tokens": stats.rows,
         "train/updates": stats.updates,
         "train/skipped": stats.skipped,
         "train/micro_batch_tokens": stats.micro_batch_tokens,

@@ -33,7 +33,7 @@ MUST_STAY = {
     "rollout.top_k": "samples that the checkpoint holds were drawn with it",
     "rollout.train_on_truncated": "samples that the checkpoint holds were drawn under it",
     "rollout.groups_per_step": "the checkpoint says where in its rounds of groups the task order is",
-    "rollout.order": "the checkpoint holds the state of the other order",
+    "rollout.task_order": "the checkpoint holds the state of the other order",
     "rollout.lookahead": "the checkpoint holds the tasks that the order chooses from",
     "train.optimizer": "the checkpoint holds the moments of the other optimizer",
     "algorithm.name": "the checkpoint holds the state of the other algorithm",
@@ -43,7 +43,7 @@ MUST_STAY = {
     "algorithm.credit": "the checkpoint has, or lacks, the weights of a critic",
 }
 """Settings that a run cannot change when it resumes, and why. A name with a trailing dot is a section."""
-MAY_CHANGE = ("data.epochs", "reward.workers", "reward.deadline_s", "reward.tries")
+MAY_CHANGE = ("data.epochs", "reward.workers", "reward.deadline_s", "reward.max_attempts")
 """Exceptions: settings in those sections that may change."""
 
 
@@ -107,7 +107,7 @@ def why_kept(key: str, config: Config) -> str | None:
     """Why a run cannot resume with another value of a setting; None if it can."""
     if key in MAY_CHANGE:
         return None
-    if key == "rollout.groups_per_step" and config.rollout.order in ("in_order", "lookahead"):
+    if key == "rollout.groups_per_step" and config.rollout.task_order in ("in_order", "longest_first"):
         return None
     if key == "algorithm.kl_coef" and config.algorithm.kl_target is not None:
         return "algorithm.kl_target steers it, and the checkpoint holds the value that was reached"

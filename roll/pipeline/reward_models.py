@@ -55,7 +55,7 @@ async def _reward_model(
         return None
     places = map.roles["reward_model"].places
     cluster = await Cluster.start(executor, lambda place: RewardModelWorker(place, config), places)
-    return await met(cluster, RewardModelWorker.set_residency, stages, config.supervise)
+    return await met(cluster, RewardModelWorker.set_residency, stages, config.fault_tolerance)
 
 
 async def _judge(

@@ -95,7 +95,7 @@ class RLVRMetrics:
             values |= update_metrics(stats)
         if total := roles.executor.controller_bytes:
             passed, self._bytes_before = total - self._bytes_before, total
-            values["data/controller_bytes_a_sample"] = passed / max(len(rollout.samples), 1)
+            values["controller/bytes_per_sample"] = passed / max(len(rollout.samples), 1)
         values |= await roles.peak_memory()
         values |= (await roles.take_grader_stats()).metrics()
         if (environments := await roles.take_environment_stats()) is not None:
@@ -104,7 +104,7 @@ class RLVRMetrics:
         values |= staleness_metrics(rollout)
         if overlaps:
             recorder.age = {f"staleness_{what}": values.get(f"staleness/{what}") for what in ("mean", "max")}
-        values["queue/graders_full_s"] = roles.pool.take_full_s()
+        values["rollout/grader_backpressure_s"] = roles.pool.take_full_s()
         recorder.log(state.step, values)
         if self._config.run.save_samples and rollout.fates() != self._written:
             await roles.pool.tokens.write(state.step, rollout.fates(), again=True)
@@ -188,7 +188,7 @@ def domain_metrics(domain: str, rollout: RolloutBatch, samples: Sequence[Sample]
 
 def staleness_metrics(rollout: RolloutBatch) -> dict[str, float]:
     """Staleness of the batch, and the bias of its lengths."""
-    values = {"bias/length": rollout.length_bias}
+    values = {"rollout/length_bias": rollout.length_bias}
     if ages := rollout.ages:
         values |= {"staleness/mean": float(np.mean(ages)), "staleness/max": max(ages)}
     return values | {f"dropped/{reason.partition(':')[0]}": count for reason, count in rollout.dropped.items()}

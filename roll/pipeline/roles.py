@@ -15,7 +15,7 @@ from roll.cluster.errors import CallTimedOut, NodeLost, RemoteError, WorkerDied
 from roll.cluster.supervisor import without_role
 from roll.config.errors import UserError
 from roll.config.root import located, root_of
-from roll.config.schema import Config, SuperviseConfig
+from roll.config.schema import Config, FaultToleranceConfig
 from roll.devices.inventory import Inventory, Node, this_machine
 from roll.devices.map import SCORING_ROLES, DeviceMap, make_map
 from roll.devices.residency import ResidencyTable, residency
@@ -105,21 +105,21 @@ class TrainRoles:
                 if (node := await cluster.lost_node(rank)) is not None:
                     raise without_role(cluster.role, NodeLost(place.name, node))
 
-    async def restart_trainers(self, checkpoint: Path | None, supervise: SuperviseConfig) -> None:
+    async def restart_trainers(self, checkpoint: Path | None, fault_tolerance: FaultToleranceConfig) -> None:
         """Restarts actor and critic, and the reference if it does not answer, then loads the checkpoint into actor and
         critic (without one they start from their initial weights). If a worker dies meanwhile, raises; the call may be
         repeated."""
-        await _restart(self.actor, TrainWorker.set_residency, self.stages, supervise)
+        await _restart(self.actor, TrainWorker.set_residency, self.stages, fault_tolerance)
         if self.reference is not None and not await _answers(self.reference):
-            await _restart(self.reference, TrainWorker.set_residency, self.stages, supervise)
+            await _restart(self.reference, TrainWorker.set_residency, self.stages, fault_tolerance)
         if self.critic is not None:
-            await _restart(self.critic, CriticWorker.set_residency, self.stages, supervise)
+            await _restart(self.critic, CriticWorker.set_residency, self.stages, fault_tolerance)
         if checkpoint is not None:
-            await self.load(checkpoint, supervise)
+            await self.load(checkpoint, fault_tolerance)
 
-    async def load(self, checkpoint: Path, supervise: SuperviseConfig) -> None:
+    async def load(self, checkpoint: Path, fault_tolerance: FaultToleranceConfig) -> None:
         """Has the actor and the critic load a checkpoint."""
-        async with watched(supervise, self.actor, self.critic):
+        async with watched(fault_tolerance, self.actor, self.critic):
             await self.actor.call(TrainWorker.load, checkpoint)
             if self.critic is not None:
                 await self.critic.call(CriticWorker.load, checkpoint)
@@ -244,7 +244,7 @@ class Roles(TrainRoles):
 
 def make_executor(config: Config) -> Executor:
     """The executor that the config names; it has started or joined nothing yet."""
-    silent_s = max(config.supervise.hang_s, LEAST_SILENT_S)
+    silent_s = max(config.fault_tolerance.hang_s, LEAST_SILENT_S)
     if config.executor == "local":
         return LocalExecutor(config.ray.call_deadline_s, config.ray.start_deadline_s, silent_s)
     # Ray reads this when it is imported. It hides pages about dead processes, which the run reports in one sentence.
@@ -346,7 +346,7 @@ def _reserve(config: Config, executor: Executor, map: DeviceMap, run: Path | Non
     if run is not None:
         executor.write_logs_to(run / "logs", config.run.keep.log_mb << 20)
     learners = [map.roles[role].places for role in LEARNERS if role in map.roles]
-    spares = [place for places in learners for place in places] if config.supervise.spare_trainer else []
+    spares = [place for places in learners for place in places] if config.fault_tolerance.spare_trainer else []
     executor.reserve([place for placement in map.roles.values() for place in placement.places], spares)
 
 
@@ -355,7 +355,7 @@ async def _start_actor(
 ) -> Cluster[TrainWorker]:
     places = map.roles["actor_train"].places
     actor = await Cluster.start(executor, lambda place: TrainWorker(place, config), places)
-    return await met(actor, TrainWorker.set_residency, stages, config.supervise)
+    return await met(actor, TrainWorker.set_residency, stages, config.fault_tolerance)
 
 
 async def _start(
@@ -410,13 +410,13 @@ async def _start(
         if "reference" not in places:
             return None
         frozen = await start("reference", lambda place: TrainWorker(place, config, trainable=False))
-        return await met(frozen, TrainWorker.set_residency, stages, config.supervise)
+        return await met(frozen, TrainWorker.set_residency, stages, config.fault_tolerance)
 
     async def start_critic() -> Cluster[CriticWorker] | None:
         if "critic" not in places:
             return None
         critic = await start("critic", lambda place: CriticWorker(place, config))
-        return await met(critic, CriticWorker.set_residency, stages, config.supervise)
+        return await met(critic, CriticWorker.set_residency, stages, config.fault_tolerance)
 
     async def start_models() -> Models:
         if stages.takes_turns:  # one after the other: they may not fit on the devices together
@@ -440,14 +440,14 @@ async def _start(
         len(engines),
         executor.deadline_s,
         max_running=rollout.max_running,
-        kv_tokens=rollout.kv_tokens,
+        kv_tokens=rollout.kv_cache_tokens,
         expected_tokens=config.longest_response / 2,
     )
     for place in engines.places:
         if stages.lowest("actor_infer", place.rank) != "all":
             await router.drain(place.rank)
     pool = RolloutPool(
-        rollouts, router, tries=rollout.tries, scoring_most=config.reward.queue, deadline_s=executor.deadline_s
+        rollouts, router, tries=rollout.max_attempts, scoring_most=config.reward.queue, deadline_s=executor.deadline_s
     )
     acts = acting.result()
     roles = Roles(executor, stages, actor, reference, critic, engines, rewards, rollouts, acts, router, pool, scorers)
@@ -456,12 +456,15 @@ async def _start(
 
 
 async def _restart(
-    cluster: Cluster[G], hold: Callable[[G, Residency], Any], stages: ResidencyTable, supervise: SuperviseConfig
+    cluster: Cluster[G],
+    hold: Callable[[G, Residency], Any],
+    stages: ResidencyTable,
+    fault_tolerance: FaultToleranceConfig,
 ) -> None:
     """Restarts all workers of a role, in the state in which the run started them."""
     for ranks in cluster.units:
         await cluster.restart(ranks[0])
-    await met(cluster, hold, stages, supervise)
+    await met(cluster, hold, stages, fault_tolerance)
 
 
 def _raise_all_but_losses(results: Sequence[object]) -> None:

@@ -19,7 +19,7 @@ PANELS = (
     Panel("loss (nats a token)", "train/loss", "training", {"eval/loss": "held out"}),
     Panel("mean probability of a held-out token", dots={"eval/token_probability": ""}),
 )
-OF_SAMPLING = ("train/mismatch", "train/correction")
+OF_SAMPLING = ("train/rollout_", "train/is_")
 """Metrics that compare the trainer with the sampler; in SFT the tokens were not sampled."""
 
 

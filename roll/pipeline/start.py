@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from roll.cluster import Cluster, RestartPolicy, Supervisor, Worker
-from roll.config.schema import SuperviseConfig
+from roll.config.schema import FaultToleranceConfig
 from roll.devices.residency import ResidencyTable
 from roll.strategy.offload import Residency
 from roll.workers.rank_group import GroupWorker, meet
@@ -31,18 +31,21 @@ async def offload_at_start(
 
 
 async def met(
-    cluster: Cluster[G], hold: Callable[[G, Residency], Any], stages: ResidencyTable, supervise: SuperviseConfig
+    cluster: Cluster[G],
+    hold: Callable[[G, Residency], Any],
+    stages: ResidencyTable,
+    fault_tolerance: FaultToleranceConfig,
 ) -> Cluster[G]:
     """Joins the ranks of a sharded role, which then load their model, and offloads them to make space for other roles."""
-    async with watched(supervise, cluster):
+    async with watched(fault_tolerance, cluster):
         return await offload_at_start(await meet(cluster), hold, stages)
 
 
 @asynccontextmanager
-async def watched(supervise: SuperviseConfig, *clusters: Cluster[Any] | None) -> AsyncIterator[None]:
+async def watched(fault_tolerance: FaultToleranceConfig, *clusters: Cluster[Any] | None) -> AsyncIterator[None]:
     """While the block runs, a worker that dies or hangs is ended, a rank together with its group: its callers get the
     error long before the deadline of the call."""
-    supervisor = Supervisor(RestartPolicy(supervise.ping_s, max(supervise.hang_s, LEAST_SILENT_S)))
+    supervisor = Supervisor(RestartPolicy(fault_tolerance.ping_s, max(fault_tolerance.hang_s, LEAST_SILENT_S)))
     for cluster in clusters:
         if cluster is not None and not cluster.in_process:
             supervisor.watch(cluster, _ending(supervisor, cluster), _nothing, restart=False)

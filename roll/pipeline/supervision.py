@@ -12,8 +12,8 @@ ends.
 The ranks of a sharded role die and restart together. Under `executor: local` only they are watched, because only they run
 in processes of their own.
 
-Invariants: a dead worker gets no work until it is restarted and ready; more deaths than `supervise.restarts` allows end
-the run.
+Invariants: a dead worker gets no work until it is restarted and ready; more deaths than
+`fault_tolerance.restarts` allows end the run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from roll.cluster import Cluster
 from roll.cluster.supervisor import RestartPolicy, Supervisor
 from roll.config.errors import RunError
 from roll.config.hints import option
-from roll.config.schema import Config, SuperviseConfig
+from roll.config.schema import Config, FaultToleranceConfig
 from roll.pipeline.publisher import Publisher
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.roles import Roles, TrainRoles
@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 class TrainSupervision:
     """Supervision of the roles that hold a model to train or to compare with."""
 
-    def __init__(self, roles: TrainRoles, config: SuperviseConfig, warn: Callable[[str], None]) -> None:
+    def __init__(self, roles: TrainRoles, config: FaultToleranceConfig, warn: Callable[[str], None]) -> None:
         self._trainers, self._learners = roles.trainers, roles.learners
         self._executor = roles.executor
         self._warn = warn
@@ -127,7 +127,9 @@ class TrainSupervision:
 class Supervision(TrainSupervision):
     """Supervision of all roles of a run with rollouts."""
 
-    def __init__(self, roles: Roles, publisher: Publisher, config: SuperviseConfig, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, roles: Roles, publisher: Publisher, config: FaultToleranceConfig, warn: Callable[[str], None]
+    ) -> None:
         super().__init__(roles, config, warn)
         self._roles = roles
         self._publisher = publisher
@@ -305,7 +307,7 @@ async def supervised(
 ) -> AsyncIterator[tuple[Supervision, Publisher]]:
     """Supervises all roles while the block runs."""
     publisher = Publisher(roles, config)
-    supervision = Supervision(roles, publisher, config.supervise, _warnings(recorder))
+    supervision = Supervision(roles, publisher, config.fault_tolerance, _warnings(recorder))
     async with _watching(supervision, roles, config, recorder):
         yield supervision, publisher
 
@@ -315,7 +317,7 @@ async def supervised_trainer(
     roles: TrainRoles, config: Config, recorder: Recorder | None = None
 ) -> AsyncIterator[TrainSupervision]:
     """Supervises the trainer while the block runs."""
-    supervision = TrainSupervision(roles, config.supervise, _warnings(recorder))
+    supervision = TrainSupervision(roles, config.fault_tolerance, _warnings(recorder))
     async with _watching(supervision, roles, config, recorder):
         yield supervision
 
@@ -329,10 +331,10 @@ async def _watching(
     else:
         supervision.start()
     tasks: list[asyncio.Task[None]] = []
-    if config.supervise.spare_trainer and recorder is not None:
+    if config.fault_tolerance.spare_trainer and recorder is not None:
         tasks.append(supervision.supervisor.spawn(_later(recorder, supervision, config)))
     warn = _warnings(recorder)
-    watchdog = Watchdog(roles, supervision.supervisor, recorder, config.supervise.watchdog_s, warn)
+    watchdog = Watchdog(roles, supervision.supervisor, recorder, config.fault_tolerance.watchdog_s, warn)
     tasks.append(asyncio.create_task(watchdog.run()))
     try:
         yield

@@ -126,7 +126,7 @@ def _make(name: str, root: str | os.PathLike[str] | None) -> EarlyEnd:
     if kind == "length_budget":
         return LengthBudget(_number(name, value, 1)) if equals else LengthBudget()
     known = ["repetition", "length_budget"]
-    return UserStop(name, load_user_code(name, what="rollout.end_early", known=known, root=root))
+    return UserStop(name, load_user_code(name, what="rollout.early_stop", known=known, root=root))
 
 
 def _number(name: str, value: str, least: float, whole: bool = False) -> float:
@@ -137,5 +137,5 @@ def _number(name: str, value: str, least: float, whole: bool = False) -> float:
     if not least <= number < math.inf or (whole and number != int(number)):
         example = name.partition("=")[0] + "=4"
         kind = "a whole number" if whole else "a number"
-        raise UserError(f"rollout.end_early: {name!r} needs {kind} of at least {least:g}: write {example!r}")
+        raise UserError(f"rollout.early_stop: {name!r} needs {kind} of at least {least:g}: write {example!r}")
     return number

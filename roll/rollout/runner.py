@@ -5,8 +5,8 @@
 A task without an environment consists of one response and its score. If an engine dies or the controller requeues the
 sample, the sample returns to `queued` with the tokens generated so far and resumes from them once it is assigned to an
 engine again. Environment and grader calls have deadlines; a sample whose environment process crashes or hangs is
-retried up to `rollout.tries` times. The death of a reward or environment worker is no fault of the sample: it does not
-count as a try, and the runner calls other workers for up to `rollout.deadline_s`.
+retried up to `rollout.max_attempts` times. The death of a reward or environment worker is no fault of the sample: it does
+not count as a try, and the runner calls other workers for up to `rollout.deadline_s`.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class SampleRunner:
         stop_ids: tuple[int, ...],
         context: int,
         worker: int = 0,
-        end_early: EarlyEnd | None = None,
+        early_stop: EarlyEnd | None = None,
     ) -> None:
         """`context`: the model's context length in tokens; `worker`: rank of the rollout worker, at which the round-robin
         over reward and environment workers starts."""
@@ -120,7 +120,7 @@ class SampleRunner:
         self._deadline_s = config.rollout.deadline_s
         self._patience_s = config.ray.call_deadline_s
         self._worker = worker
-        self._end_early = end_early
+        self._early_stop = early_stop
         self._turn = worker
         self._stops: dict[str, SampleCommand] = {}
 
@@ -152,7 +152,7 @@ class SampleRunner:
                     # waits: until its deadline
                     if not await patience.wait():
                         return
-                elif over.again and sample.tries < self._config.rollout.tries:
+                elif over.again and sample.tries < self._config.rollout.max_attempts:
                     sample.tries += 1
                 else:
                     return
@@ -245,14 +245,14 @@ class SampleRunner:
             self._lifecycle.move(sample, "queued", reason, tokens=drawn.tokens, **said)
 
     def _watch(self, sample: Sample, siblings: Sequence[Sample], before: PartialResponse) -> Watch | None:
-        if self._end_early is None:
+        if self._early_stop is None:
             return None
-        end_early = self._end_early
+        early_stop = self._early_stop
 
         def watch(drawn: PartialResponse) -> bool:
             ids = drawn.after(before.ids)
             finished = [s.response_tokens for s in siblings if s.finish is not None]
-            reason = end_early(RunningResponse(sample.task, ids, lambda: self._renderer.text(ids), finished))
+            reason = early_stop(RunningResponse(sample.task, ids, lambda: self._renderer.text(ids), finished))
             if reason:
                 sample.ended = reason
             return bool(reason)
@@ -291,7 +291,7 @@ class SampleRunner:
         assert spec is not None
         rank, episode, over = self._next(environments), f"{sample.id}.{sample.tries}", False
         # The last try runs in a process of its own, so that a crash is the sample's own fault.
-        alone = (True,) if 1 < sample.tries == self._config.rollout.tries else ()
+        alone = (True,) if 1 < sample.tries == self._config.rollout.max_attempts else ()
         try:
             self._lifecycle.move(sample, "acting", turn=0)
             opened = await self._acting(environments.call_rank(rank, EnvWorker.reset, episode, spec, *alone))

@@ -144,7 +144,7 @@ class RolloutWorker(Worker):
             stop_ids=self._stop_ids,
             context=self._context,
             worker=self.placement.rank,
-            end_early=make_early_end(self._config.rollout.end_early, self._config.root),
+            early_stop=make_early_end(self._config.rollout.early_stop, self._config.root),
         )
 
     @dispatch(Dispatch.ONE)

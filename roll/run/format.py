@@ -17,7 +17,7 @@ from roll.atomic_files import atomic_write, to_json
 from roll.config.errors import RunError, UserError
 from roll.config.version import __version__
 
-FORMAT = 1
+FORMAT = 2
 """The format that this version of ROLL writes. It reads every format up to this one."""
 FORMAT_FILE = "format.json"
 

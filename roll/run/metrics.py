@@ -19,6 +19,7 @@ from typing import IO, Any
 from roll.atomic_files import atomic_write, to_json
 from roll.config.errors import RunError, UserError
 from roll.config.file_modes import like_its_folder
+from roll.config.renames import metric
 from roll.config.secrets import KNOWN
 from roll.run.folder import RunFolder
 from roll.run.line_checksums import ChecksumWriter, audit, drop_checksums
@@ -121,7 +122,7 @@ class Metrics:
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """The content of a line of metrics.jsonl; None if it is damaged."""
+    """The content of a line of metrics.jsonl, under the present names of metrics; None if the line is damaged."""
     try:
         row = json.loads(line)
     except (RecursionError, ValueError):
@@ -129,7 +130,7 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
     if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
         return None
     numbers = all(value is None or isinstance(value, int | float) for value in row.values())
-    return row if numbers else None
+    return {metric(name): value for name, value in row.items()} if numbers else None
 
 
 def _whole_lines(path: Path) -> list[bytes]:

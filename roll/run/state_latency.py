@@ -155,21 +155,21 @@ class StateClock:
     def take(self) -> dict[str, float]:
         """The metrics of the interval since the last call; a new interval begins.
 
-        `stage/<state>_s_mean`, `_p99` and `_max` of stays that ended in it, absent if none did; `queue/<state>`, samples
-        now in the state; `waste/tokens`, the tokens of samples that were dropped, failed or requeued in it;
-        `waste/share`, those divided by the tokens generated in it (above 1 if more tokens from earlier intervals were
-        discarded), absent if none were generated.
+        `state/<state>_s_mean`, `_p99` and `_max` of stays that ended in it, absent if none did; `queue/<state>`, samples
+        now in the state; `rollout/discarded_tokens`, the tokens of samples that were dropped, failed or requeued in it;
+        `rollout/discarded_token_ratio`, those divided by the tokens generated in it (above 1 if more tokens from earlier
+        intervals were discarded), absent if none were generated.
         """
         values: dict[str, float] = {}
         for state, spread in self._spent.items():
-            values[f"stage/{state}_s_mean"] = spread.mean
-            values[f"stage/{state}_s_p99"] = spread.p99
-            values[f"stage/{state}_s_max"] = spread.longest
+            values[f"state/{state}_s_mean"] = spread.mean
+            values[f"state/{state}_s_p99"] = spread.p99
+            values[f"state/{state}_s_max"] = spread.longest
         values |= {f"queue/{state}": depth for state, depth in self._depth.items()}
-        values["waste/tokens"] = self._wasted
+        values["rollout/discarded_tokens"] = self._wasted
         share = self._waste_share
         if share is not None:
-            values["waste/share"] = share
+            values["rollout/discarded_token_ratio"] = share
         self._before, self._spent = self._spent, {}
         self._waste_before = share
         self._generated = self._wasted = 0

@@ -1,12 +1,12 @@
 """Batch selection: when the batch of a step is complete, and which groups it contains.
 
-With `cut: in_order` a batch is the N oldest issued groups, and the step waits for older groups that are still open. With
-`cut: first` it is the first N to finish. With `stale: mask` or `stale: drop` (and `max_staleness` above 0) the step never
-waits for open groups once N are ready. With `stale: wait` a group that would be too old for the next step must be part of
-this one.
+With `batch_selection: in_order` a batch is the N oldest issued groups, and the step waits for older groups that are
+still open. With `batch_selection: first_finished` it is the first N to finish. With `staleness_policy: mask` or `drop`
+(and `max_staleness` above 0) the step never waits for open groups once N are ready. With `staleness_policy: wait` a group
+that would be too old for the next step must be part of this one.
 
-Example with `cut: in_order` and 2 groups per step: groups 3 and 5 are ready and 4 is open, so the step waits for 4; once
-4 is ready, the batch is 3 and 4, and 5 belongs to the next step.
+Example with `batch_selection: in_order` and 2 groups per step: groups 3 and 5 are ready and 4 is open, so the step waits
+for 4; once 4 is ready, the batch is 3 and 4, and 5 belongs to the next step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class BatchSelector:
     @property
     def in_order(self) -> bool:
         """Whether the step waits for older groups that are still open."""
-        return self.shape.cut == "in_order" and (self.config.stale == "wait" or not self.config.max_staleness)
+        return self.shape.cut == "in_order" and (self.config.staleness_policy == "wait" or not self.config.max_staleness)
 
     def enough(self) -> bool:
         ready = self.group_table.ready_before_any_open() if self.in_order else len(self.group_table.ready)
@@ -45,7 +45,7 @@ class BatchSelector:
 
     def waits_for_late(self) -> bool:
         """Whether an open group must be part of this step, because it would be too old for the next."""
-        if not self.config.max_staleness or self.config.stale != "wait":
+        if not self.config.max_staleness or self.config.staleness_policy != "wait":
             return False
         oldest = self.group_table.oldest_open_version
         return oldest is not None and oldest <= self.limit

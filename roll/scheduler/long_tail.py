@@ -123,7 +123,7 @@ class TailBatching(SamplerWrapper):
     def begin_step(self) -> BatchPolicy:
         super().begin_step()
         self._left = self._groups if len(self._gathered) >= self._groups else 0
-        return BatchPolicy() if self._left else BatchPolicy(self._oversample, "first")
+        return BatchPolicy() if self._left else BatchPolicy(self._oversample, "first_finished")
 
     def next(self) -> TaskDraw:
         if not self._left:
@@ -147,7 +147,7 @@ class TailBatching(SamplerWrapper):
         self._left = state["left"]
 
 
-ORDERS = ("in_order", "lookahead", "tail_rounds")
+ORDERS = ("in_order", "longest_first", "tail_batching")
 
 
 def make_task_sampler(
@@ -155,33 +155,33 @@ def make_task_sampler(
     seed: int,
     *,
     order: str,
-    sample_by: str,
+    sampler: str,
     weights: Mapping[str, float],
     oversample: float,
-    cut: Literal["in_order", "first"],
+    cut: Literal["in_order", "first_finished"],
     window: int,
     groups_per_step: int,
     root: str | os.PathLike[str] | None = None,
 ) -> TaskSampler:
     """Creates the task sampler that the config names. A user's class is called with the base sampler to wrap."""
     base: EpochSampler | SolveRateSampler = EpochSampler(tasks, seed, weights, BatchPolicy(oversample, cut))
-    if sample_by == "solve_rate":
+    if sampler == "solve_rate":
         base = SolveRateSampler(base, seed)
-    elif sample_by != "epochs":
-        raise UserError(f"tasks.sample_by is {sample_by!r}: write 'epochs' or 'solve_rate'")
+    elif sampler != "epochs":
+        raise UserError(f"tasks.sampler is {sampler!r}: write 'epochs' or 'solve_rate'")
     if order == "in_order":
         return base
-    if order == "lookahead":
+    if order == "longest_first":
         return LongestFirst(base, window)
-    if order == "tail_rounds":
+    if order == "tail_batching":
         if oversample * groups_per_step < 1 - 1e-9:
             raise UserError(
-                "rollout.order is tail_rounds, which cuts what a step does not need, but rollout.oversample is "
+                "rollout.task_order is tail_batching, which cuts what a step does not need, but rollout.oversample is "
                 f"{oversample:g} of {groups_per_step} groups, less than one: write {max(0.25, 1 / groups_per_step):g} or "
                 "more"
             )
         return TailBatching(base, groups_per_step, oversample)
-    return _user_sampler(order, load_user_code(order, what="rollout.order", known=ORDERS, root=root), base)
+    return _user_sampler(order, load_user_code(order, what="rollout.task_order", known=ORDERS, root=root), base)
 
 
 _CALLS = {
@@ -200,12 +200,12 @@ def _user_sampler(name: str, make: Any, base: BaseSampler) -> TaskSampler:
         made: TaskSampler = make(base)
     except Exception as error:
         raise UserError(
-            f"rollout.order: {name!r}, called with the order to build on, failed: {type(error).__name__}: {error}"
+            f"rollout.task_order: {name!r}, called with the order to build on, failed: {type(error).__name__}: {error}"
         ) from error
     for method, signature in _CALLS.items():
         if not _takes(getattr(made, method, None), signature):
             raise UserError(
-                f"rollout.order: what {name!r} made has no method {method}{signature}: "
+                f"rollout.task_order: what {name!r} made has no method {method}{signature}: "
                 "inherit from roll.scheduler.task_sampler.SamplerWrapper, which has all an order needs, and override "
                 "what you "
                 "change"

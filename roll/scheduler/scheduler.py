@@ -9,8 +9,8 @@ Invariants:
 
 - *Volume*: at most (k + 1) × groups_per_step groups, plus the oversampled ones, are in flight. A group counts from the
   moment it is issued until it is trained on or dropped.
-- *Age*: when a step trains at version v, none of its tokens is older than v - k (with `stale: mask`: no token that
-  contributes to the loss).
+- *Age*: when a step trains at version v, none of its tokens is older than v - k (with `staleness_policy: mask`: no token
+  that contributes to the loss).
 - *On-policy* (k = 0, no oversampling): groups are issued in the order of their index and each rejection issues exactly
   one more (up to the step's bound), so the groups that a step issues and keeps do not depend on timing. Example: 4 groups
   are wanted and groups 1 and 4 have no signal. Groups 0 1 2 3 are issued, 4 replaces 1, 5 replaces 4, and the batch is
@@ -161,20 +161,20 @@ class RolloutScheduler:
         self._tally.ended = [g for g in rollout.groups if g not in rollout.kept] + self._tally.ended
 
     def before_publish(self, version: int) -> None:
-        """Drops the open and ready groups that will be too old once the engines serve `version`. With `stale: mask` a
-        group stays if it has tokens that are new enough."""
+        """Drops the open and ready groups that will be too old once the engines serve `version`. With
+        `staleness_policy: mask` a group stays if it has tokens that are new enough."""
         for group in self._group_table.waiting:
             if stale := self._stale(group, version):
                 self._drop(group, stale)
 
     def _stale(self, group: Group, version: int) -> str:
         """Returns why a group is too old to be trained on at a version, or an empty string. The version of its newest
-        tokens is known only for scored samples; without any, a group counts as new with `stale: mask`."""
+        tokens is known only for scored samples; without any, a group counts as new with `staleness_policy: mask`."""
         limit, oldest = version - self._config.max_staleness, group.oldest
         if oldest is None or oldest >= limit:
             return ""
         newest = max((s.newest for s in group.scored if s.newest is not None), default=version)
-        if self._config.stale == "mask" and newest >= limit:
+        if self._config.staleness_policy == "mask" and newest >= limit:
             return ""
         return f"stale: {version - oldest} versions old at version {version}"
 
@@ -365,7 +365,7 @@ class RolloutScheduler:
         self._lengths[0] += len(scored)
         self._lengths[1] += sum(sample.response_tokens for sample in scored)
         reason = self._reason_to_drop(group)
-        stale = self._stale(group, self._version) if self._config.stale == "mask" else ""
+        stale = self._stale(group, self._version) if self._config.staleness_policy == "mask" else ""
         if reason is None and not stale:
             self._group_table.finish(group)
         else:
@@ -407,7 +407,7 @@ class RolloutScheduler:
             left_s = None
             if late and len(self._group_table.ready) >= self._config.groups_per_step:
                 late_s = late_s or clock.time()
-                left_s = late_s + self._config.stale_wait_s - clock.time()
+                left_s = late_s + self._config.staleness_timeout_s - clock.time()
                 if left_s <= 0:
                     self._drop_late()
                     continue
@@ -428,14 +428,14 @@ class RolloutScheduler:
 
     def _drop_late(self) -> None:
         for group in self._closing().late():
-            self._drop(group, f"stale: not finished {self._config.stale_wait_s:g} s after its step was due")
+            self._drop(group, f"stale: not finished {self._config.staleness_timeout_s:g} s after its step was due")
         self._fill()
 
     async def _taken(self, chosen: list[Group]) -> RolloutBatch | None:
         """The batch of the step. Returns None if tokens of the chosen groups were lost: then they are requeued."""
         self._group_table.take(chosen)
         samples = [sample for group in chosen for sample in group.scored]
-        mask_below = self._version - self._config.max_staleness if self._config.stale == "mask" else 0
+        mask_below = self._version - self._config.max_staleness if self._config.staleness_policy == "mask" else 0
         try:
             batch = await self._pool.tokens.batch(samples, mask_below) if samples else None
         except (RemoteError, KeyError) as error:

@@ -44,7 +44,7 @@ class BatchPolicy:
 
     oversample: float = 0.0
     """Groups issued beyond `groups_per_step`, as a share of it."""
-    cut: Literal["in_order", "first"] = "in_order"
+    cut: Literal["in_order", "first_finished"] = "in_order"
     """Which groups form the batch: the oldest issued, or the first to finish."""
 
 
@@ -199,7 +199,7 @@ def _whole(weights: Mapping[str, float]) -> dict[str, int]:
     """The same proportions as integers (0.1 is exactly a tenth), sorted by domain."""
     for domain, weight in weights.items():
         if not (math.isfinite(weight) and weight > 0):
-            raise UserError(f"tasks.weights.{domain} is {weight}: write a number above 0")
+            raise UserError(f"tasks.domain_weights.{domain} is {weight}: write a number above 0")
     shares = {domain: Fraction(str(weight)) for domain, weight in sorted(weights.items())}
     scale = math.lcm(*(share.denominator for share in shares.values()))
     return {domain: int(share * scale) for domain, share in shares.items()}
@@ -212,11 +212,12 @@ def _by_domain(tasks: Sequence[Task], weights: Mapping[str, float]) -> dict[str,
         have.setdefault(task.domain, []).append(task)
     if unknown := [domain for domain in weights if domain not in have]:
         raise UserError(
-            f"tasks.weights names {_listed(unknown)}, but no task is of that domain: the tasks are of {_listed(have)}"
+            f"tasks.domain_weights names {_listed(unknown)}, but no task is of that domain: the tasks are of "
+            f"{_listed(have)}"
         )
     if missing := [domain for domain in have if domain not in weights]:
         raise UserError(
-            f"tasks.weights says nothing of {_listed(missing)}, of which there are "
+            f"tasks.domain_weights says nothing of {_listed(missing)}, of which there are "
             f"{sum(len(have[domain]) for domain in missing)} tasks: write a weight for every domain"
         )
     return have

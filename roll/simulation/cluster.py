@@ -101,8 +101,8 @@ class SimCluster:
         async with self._still:
             yield
 
-    async def publish(self, version: int, on_update: Literal["pause", "abort"]) -> None:
-        async with self._interrupted(on_update):
+    async def publish(self, version: int, on_weight_update: Literal["pause", "abort"]) -> None:
+        async with self._interrupted(on_weight_update):
             self.publishing.set()
             await asyncio.sleep(self.workload.publish_s)
             self.publishing.clear()
@@ -114,7 +114,7 @@ class SimCluster:
                 self._notice_engine(engine)
 
     @asynccontextmanager
-    async def _interrupted(self, on_update: Literal["pause", "abort"]) -> AsyncIterator[None]:
+    async def _interrupted(self, on_weight_update: Literal["pause", "abort"]) -> AsyncIterator[None]:
         if not self.pool.busy:
             yield
             return
@@ -123,7 +123,7 @@ class SimCluster:
             if engine.alive:
                 engine.pause()
         try:
-            if on_update == "abort":
+            if on_weight_update == "abort":
                 await self.pool.displace("new weights: it goes on from its prefix")
             else:
                 await self.pool.pause()

@@ -59,7 +59,7 @@ class SimRun:
                 "group_size": workload.group_size,
                 "max_new_tokens": workload.responses.max_tokens,
                 "max_running": workload.engine.max_running,
-                "kv_tokens": workload.engine.kv_tokens,
+                "kv_cache_tokens": workload.engine.kv_tokens,
                 "max_replacements": workload.max_replacements,
                 **rollout,
             }
@@ -70,11 +70,11 @@ class SimRun:
         self.task_sampler = order or make_task_sampler(
             self.tasks,
             0,
-            order=self.config.order,
-            sample_by="epochs",
+            order=self.config.task_order,
+            sampler="epochs",
             weights={},
             oversample=self.config.oversample,
-            cut=self.config.cut,
+            cut=self.config.batch_selection,
             window=self.config.lookahead,
             groups_per_step=workload.groups_per_step,
         )
@@ -90,7 +90,11 @@ class SimRun:
         cluster: Cluster[SimRollouts] = await Cluster.start(LocalExecutor(1e9), make, places)
         spec = self.workload.engine
         self.router = Router(
-            len(self.engines), 1e9, max_running=spec.max_running, kv_tokens=spec.kv_tokens, expected_tokens=1_000.0
+            len(self.engines),
+            1e9,
+            max_running=spec.max_running,
+            kv_tokens=spec.kv_tokens,
+            expected_tokens=1_000.0,
         )
         self.pool = RolloutPool(cluster, self.router, tries=5, deadline_s=1e9)  # type: ignore[arg-type]
         self.lifecycle = Lifecycle(self.ledger, self.loop.time)
@@ -122,7 +126,7 @@ class SimRun:
         self.router.pause_admission(True)
         for engine in self.engines:
             engine.pause()
-        if self.config.on_update == "abort":
+        if self.config.on_weight_update == "abort":
             await self.pool.displace("new weights")
         else:
             await self.pool.pause()

@@ -165,7 +165,7 @@ class Training:
         self.scheduler.before_publish(version)
         if self.trainer_died == "publish":
             raise TrainerDied
-        await self.world.publish(version, self.config.on_update)
+        await self.world.publish(version, self.config.on_weight_update)
         self.scheduler.published(version)
 
     async def save(self) -> None:

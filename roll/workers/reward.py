@@ -40,7 +40,7 @@ class RewardWorker(Worker):
             source,
             workers=config.workers,
             deadline_s=config.deadline_s,
-            tries=config.tries,
+            tries=config.max_attempts,
             memory_mb=config.memory_mb,
             cache=config.cache,
             log=log,

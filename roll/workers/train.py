@@ -48,7 +48,7 @@ class TrainWorker(GroupWorker):
 
     def __init__(self, place: WorkerPlacement, config: Config, *, trainable: bool = True) -> None:
         self._config, self._trainable = config, trainable
-        self._bucket_bytes = config.weights.bucket_mb << 20
+        self._bucket_bytes = config.weight_sync.bucket_mb << 20
         self._strategy: TrainStrategy | None = None
         self._sender: Sender | None = None
         self._member = BroadcastMember()

@@ -339,11 +339,11 @@ def test_the_mismatch(samples: list[RefSample], loss: RefLoss) -> None:
     found = Mismatch()
     found.add(streams, spec_of(loss).correction)
     metrics, wanted = found.metrics(), mismatch(samples)
-    assert metrics["mismatch"] == pytest.approx(wanted.mean_abs, rel=1e-9)
-    assert metrics["mismatch_max"] == pytest.approx(wanted.max_abs, rel=1e-9)
-    assert metrics["mismatch_k3"] == pytest.approx(wanted.k3, rel=1e-6, abs=1e-9)
-    assert metrics["mismatch_ess"] == pytest.approx(wanted.ess, rel=1e-6)
+    assert metrics["rollout_logprob_diff"] == pytest.approx(wanted.mean_abs, rel=1e-9)
+    assert metrics["rollout_logprob_diff_max"] == pytest.approx(wanted.max_abs, rel=1e-9)
+    assert metrics["rollout_kl"] == pytest.approx(wanted.k3, rel=1e-6, abs=1e-9)
+    assert metrics["is_ess"] == pytest.approx(wanted.ess, rel=1e-6)
     if loss.correction != "none":
         free = replace(loss, correction="truncated", correction_cap=math.inf)
         cut = [corrected(s, t, loss) != corrected(s, t, free) for s in samples for t in range(len(s.response_tokens))]
-        assert metrics["correction_cut"] == pytest.approx(sum(cut) / len(cut))
+        assert metrics["is_weight_clip_frac"] == pytest.approx(sum(cut) / len(cut))

@@ -19,6 +19,7 @@ SOURCES = [path for path in ROOT.rglob("*.py") if not path.is_relative_to(ROOT /
 """Of the library, without the configuration itself."""
 READ_BY_THE_CONFIG = {
     "model.lora.alpha": "others read it as `LoraConfig.scale`, where 0 stands for twice the rank",
+    "tasks.domain_weights": "others read it as `Config.mix`, which takes it from domains too",
     "rollout.train_on_truncated": "says that its user knows what top_p and top_k do; without it a check refuses them",
 }
 """Settings that nothing outside the configuration reads by their names, and why they are there."""
@@ -35,7 +36,7 @@ def test_a_recipe_is_its_settings_and_comes_back_as_it_was_written(name: str, tm
 
 def test_what_is_written_wins_over_the_recipe() -> None:
     algorithm = load_config({"algorithm": {"name": "dapo", "clip_high": 0.5}}, ["algorithm.scale=none"]).algorithm
-    assert (algorithm.clip_high, algorithm.scale, algorithm.overlong_share) == (0.5, "none", 0.2)
+    assert (algorithm.clip_high, algorithm.scale, algorithm.overlong_buffer_ratio) == (0.5, "none", 0.2)
 
 
 @pytest.mark.parametrize(

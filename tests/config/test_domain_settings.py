@@ -59,8 +59,8 @@ def test_what_is_measured_only_is_not_in_the_mix() -> None:
 
 
 def test_settings_of_graders_and_of_the_order_are_common() -> None:
-    config = load(tasks={"sample_by": "solve_rate"}, reward={"workers": 3})
-    assert (config.tasks.sample_by, config.reward.workers) == ("solve_rate", 3)
+    config = load(tasks={"sampler": "solve_rate"}, reward={"workers": 3})
+    assert (config.tasks.sampler, config.reward.workers) == ("solve_rate", 3)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_settings_of_graders_and_of_the_order_are_common() -> None:
             {"tasks": "echo"},
             "tasks.source is set, and so are domains, each with its own tasks: remove tasks.source",
         ),
-        (None, {"tasks": {"weights": {"a": 1}}}, "tasks.weights is set, and so are domains"),
+        (None, {"tasks": {"domain_weights": {"a": 1}}}, "tasks.domain_weights is set, and so are domains"),
         (None, {"reward": "math"}, "reward.name is set, and so are domains, each with its own reward"),
         (None, {"reward": {"parts": {"a": "math"}}}, "is set, and so are domains, each with its own reward"),
         (None, {"pipeline": "sft"}, "domains is set, but nothing reads domains in pipeline sft"),

@@ -43,7 +43,12 @@ EVERY_NAME: dict[str, Any] = {
     "model": {"path": "weights", "chat_template": "chat.jinja"},
     "reward": {"parts": {"a": "near.py:near", "b": "reward_model", "c": {"name": "pkg.mod:far"}}},
     "tasks": {"source": "train.jsonl", "options": {"held_out": "test.jsonl"}},
-    "rollout": {"filter": "f.py:f", "order": "o:O", "policy": "stragglers=60", "end_early": ["repetition", "e.py:e"]},
+    "rollout": {
+        "filter": "f.py:f",
+        "task_order": "o:O",
+        "policy": "stragglers=60",
+        "early_stop": ["repetition", "e.py:e"],
+    },
     "algorithm": {"name": "grpo", "loss": "my/loss.py:loss"},
     "roles": {"reward_model": {"model": "scorer"}},
 }
@@ -59,8 +64,8 @@ def test_every_setting_that_names_a_file_or_code_is_listed_with_its_kind() -> No
         "reward.parts.a.name": ("near.py:near", "code"),
         "reward.parts.c.name": ("pkg.mod:far", "code"),
         "rollout.filter": ("f.py:f", "code"),
-        "rollout.order": ("o:O", "code"),
-        "rollout.end_early[1]": ("e.py:e", "code"),
+        "rollout.task_order": ("o:O", "code"),
+        "rollout.early_stop[1]": ("e.py:e", "code"),
         "algorithm.loss": ("my/loss.py:loss", "code"),
         "roles.reward_model.model.path": ("scorer", "model"),
     }
@@ -111,7 +116,7 @@ def test_names_can_be_replaced_wherever_they_are() -> None:
     other = with_names(config, {name.keys: f"x{name.value}" for name in names_in(config)})
     assert [name.value for name in names_in(other)] == [f"x{name.value}" for name in names_in(config)]
     assert (config.model.path, other.model.path) == ("weights", "xweights")
-    assert other.rollout.end_early == ("repetition", "xe.py:e")
+    assert other.rollout.early_stop == ("repetition", "xe.py:e")
 
 
 def test_names_in_a_file_are_relative_to_its_folder(project: Path) -> None:
@@ -140,10 +145,10 @@ def test_names_in_overrides_are_relative_to_the_working_directory(project: Path)
         Path(name).write_text("def near(task, response): return 0.5\n")
     file = written(project / "configs" / "a.yaml", {"tasks": "train.jsonl", "reward": "number"})
     for reward in ("near.py:near", "nearer:near", f"{os.getcwd()}/near.py:near"):
-        config = load_config(file, ["tasks=train.jsonl", f"reward={reward}", "rollout.end_early=[near.py:near]"])
+        config = load_config(file, ["tasks=train.jsonl", f"reward={reward}", "rollout.early_stop=[near.py:near]"])
         assert [task.question for task in load_tasks(config.tasks, root=config.root).train] == ["this", "and this"]
         assert load_user_code(config.reward.name, what="reward", root=config.root)(None, None) == 0.5
-        assert load_user_code(config.rollout.end_early[0], what="x", root=config.root)(None, None) == 0.5
+        assert load_user_code(config.rollout.early_stop[0], what="x", root=config.root)(None, None) == 0.5
     assert load_config(file).tasks.source == "train.jsonl"
 
 

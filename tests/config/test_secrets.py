@@ -70,7 +70,7 @@ def test_names_of_secrets(name: str) -> None:
         "author",
         "question",
         "max_new_tokens",
-        "kv_tokens",
+        "kv_cache_tokens",
         "password_file",
         "token_type",
         "id",

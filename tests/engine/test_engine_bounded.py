@@ -215,7 +215,7 @@ def test_what_can_never_run_is_refused_by_name_with_what_to_write() -> None:
     served = engine(kv_tokens=100)
     with pytest.raises(ValueError, match=r"'long' may need 101 tokens \(90 of prompt and 11 new\), but the .* holds 100"):
         served.add(request("long", long, 11))
-    with pytest.raises(ValueError, match=r"write rollout\.kv_tokens=128"):
+    with pytest.raises(ValueError, match=r"write rollout\.kv_cache_tokens=128"):
         served.add(request("long", long, 11))
     with pytest.raises(ValueError, match=f"the engine's context is {CONTEXT}"):
         served.add(request("long", long, CONTEXT))

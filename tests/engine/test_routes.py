@@ -77,7 +77,12 @@ def ask(id: str, prompt: IntArray, new: int = 6, *, routes_from: int | None = 0,
 
 def slots(name: str, max_running: int = 4, *, exact: bool = False, kv_tokens: int = 0) -> SlotEngine:
     return SlotEngine(
-        served(name), tokenizer(), max_running=max_running, exact=exact, kv_tokens=kv_tokens, records_routes=True
+        served(name),
+        tokenizer(),
+        max_running=max_running,
+        exact=exact,
+        kv_tokens=kv_tokens,
+        records_routes=True,
     )
 
 

@@ -58,7 +58,7 @@ SETTINGS = (
     "rollout.filter=none",
     "eval.every=0",
     "eval.samples=4",
-    "supervise.restarts=100",
+    "fault_tolerance.restarts=100",
 )
 
 

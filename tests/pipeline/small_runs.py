@@ -30,7 +30,7 @@ SMALL = (
     "run.checkpoint_every=0",
     "run.tensorboard=false",
     "run.curve=false",
-    "supervise.spare_trainer=false",
+    "fault_tolerance.spare_trainer=false",
     f"reward={REWARDS}:letters",
 )
 EXACT = (*SMALL, "deterministic=true", "train.steps=6", "eval.every=3", "run.checkpoint_every=2")
@@ -191,5 +191,5 @@ class Remains:
 
 def _timeless(row: dict[str, Any]) -> dict[str, Any]:
     clocks = ("time_s", "seconds", "response/tokens_per_s")
-    timed = ("time/", "stage/", "queue/graders_full_s", "graders/")
+    timed = ("time/", "state/", "rollout/grader_backpressure_s", "graders/")
     return {key: value for key, value in row.items() if key not in clocks and not key.startswith(timed)}

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.ray
 AHEAD = (
     *SMALL,
     *("executor=ray", "ray.object_store_gb=0.2", "ray.start_deadline_s=120", "ray.call_deadline_s=120"),
-    *("rollout.max_staleness=1", "rollout.filter=none", "supervise.spare_trainer=false"),
+    *("rollout.max_staleness=1", "rollout.filter=none", "fault_tolerance.spare_trainer=false"),
 )
 
 
@@ -99,7 +99,7 @@ def test_what_is_ready_when_a_run_ends_is_trained_on_when_it_goes_on(tmp_path: P
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, Remains]:
     """A run on a Ray of its own that aborts responses for new weights and is interrupted after some steps: its exit
     status, what it said, and what is left of it, which is none of its processes."""
-    settings = (*AHEAD, "rollout.on_update=abort", "rollout.max_new_tokens=96")
+    settings = (*AHEAD, "rollout.on_weight_update=abort", "rollout.max_new_tokens=96")
     with long_run(tmp_path_factory.mktemp("interrupted"), *settings, steps=5) as run:
         os.kill(run.child.pid, signal.SIGINT)
         return *run.end(), run.remains

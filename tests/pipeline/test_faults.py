@@ -31,9 +31,9 @@ SETTINGS = (
     "run.checkpoint_every=1",
     "run.tensorboard=false",
     "run.curve=false",
-    "supervise.hang_s=4",
-    "supervise.ping_s=0.5",
-    "supervise.restarts=100",
+    "fault_tolerance.hang_s=4",
+    "fault_tolerance.ping_s=0.5",
+    "fault_tolerance.restarts=100",
 )
 ROLES = ("actor_infer-0", "reward-0", "env-0", "rollout-0", "actor_train-0")
 

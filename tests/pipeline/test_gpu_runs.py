@@ -31,6 +31,6 @@ def test_a_run_on_ray_shares_the_gpu(run_small: Callable[..., Remains], offload:
     run = run_small(*SMALL, *KL, "executor=ray", f"offload={offload}", f"weights={path}")
     steps = [row for row in run.metrics() if "reward/mean" in row]
     assert len(steps) == 3
-    assert all(row["train/mismatch"] < 1e-3 for row in steps)
+    assert all(row["train/rollout_logprob_diff"] < 1e-3 for row in steps)
     assert all(row["memory/actor_infer_gib"] > 0 for row in steps)
     assert torch.cuda.is_available()

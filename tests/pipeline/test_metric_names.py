@@ -18,7 +18,7 @@ class Twice(Algorithm):
     """Gives a metric of the loss that it is trained with."""
 
     def metrics(self) -> dict[str, float]:
-        return {**super().metrics(), "clipped": 1.0}
+        return {**super().metrics(), "clip_frac": 1.0}
 
 
 class Hidden(Algorithm):
@@ -41,12 +41,12 @@ def names(run: Remains) -> set[str]:
 def test_every_metric_of_an_update_is_somebodys(run_small: Callable[..., Remains]) -> None:
     found = names(run_small(*ONE_STEP, "algorithm=ppo", "algorithm.kl_coef=0.1"))
     one_process = OF_TRAINER - OF_MIXTURE - {"imbalance"}  # which has nobody to wait for
-    expected = one_process | OF_ALGORITHM | {"clipped"}
+    expected = one_process | OF_ALGORITHM | {"clip_frac"}
     assert {name for name in found if not name.startswith(OF_CRITIC)} == expected
     assert len(found) > len(expected), "there is a critic"
 
 
-@pytest.mark.parametrize(("name", "metric"), [("Twice", "clipped"), ("Hidden", "grad_norm")])
+@pytest.mark.parametrize(("name", "metric"), [("Twice", "clip_frac"), ("Hidden", "grad_norm")])
 def test_an_algorithm_cannot_give_a_metric_that_is_not_its_own(
     run_small: Callable[..., Remains], name: str, metric: str
 ) -> None:

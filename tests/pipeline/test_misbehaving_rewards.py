@@ -36,7 +36,7 @@ def test_a_reward_that_raises_for_some_tasks(run_small: Callable[..., Remains]) 
     ],
 )
 def test_a_reward_that_takes_its_process_with_it(run_small: Callable[..., Remains], reward: str, reason: str) -> None:
-    run = run_small(*TWO_TASKS, f"reward={REWARDS}:{reward}", "reward.deadline_s=0.3", "reward.tries=1")
+    run = run_small(*TWO_TASKS, f"reward={REWARDS}:{reward}", "reward.deadline_s=0.3", "reward.max_attempts=1")
     assert run.checkpoint.step == 1
     states = {id: (state, why) for id, (state, why, _) in run.lineage().items()}
     failed = [why for state, why in states.values() if state == "failed"]

@@ -57,7 +57,7 @@ class Stage:
     """A trainer, three engines and what publishes."""
 
     def __init__(self) -> None:
-        self.config = load_config(TINY, [*EXACT, "weights.bucket_mb=1"])
+        self.config = load_config(TINY, [*EXACT, "weight_sync.bucket_mb=1"])
         self.executor = Nodes(60)
         self.troubled: list[int] = []
 

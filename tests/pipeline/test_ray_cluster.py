@@ -45,7 +45,7 @@ def test_ranks_on_two_nodes_survive_a_kill_and_have_the_bits_of_ranks_on_one(
     three_nodes: str, over_ranks: Remains, tmp_path: Path
 ) -> None:
     run = Remains(tmp_path / "run")
-    settings = (*ONE, *RAY, f"ray.address={three_nodes}", "supervise.spare_trainer=false")
+    settings = (*ONE, *RAY, f"ray.address={three_nodes}", "fault_tolerance.spare_trainer=false")
     ranks = "roles.actor_train={strategy: sharded, replicas: 2, devices: 'node1:0,node2:0'}"
     child = start_roll(["train", TINY, f"run.dir={run.path}", *settings, ranks], tmp_path / "said.txt")
     try:

@@ -65,7 +65,14 @@ def three_local_steps(tmp_path_factory: pytest.TempPathFactory) -> Remains:
 @pytest.fixture(scope="module")
 def colocated(on_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Remains:
     path = tmp_path_factory.mktemp("colocated") / "run"
-    overrides = [*EXACT, *RAY, *LAYOUTS["colocated"], "train.steps=3", "supervise.spare_trainer=false", f"run={path}"]
+    overrides = [
+        *EXACT,
+        *RAY,
+        *LAYOUTS["colocated"],
+        "train.steps=3",
+        "fault_tolerance.spare_trainer=false",
+        f"run={path}",
+    ]
     train(load_config(TINY, overrides), reporter=SilentReporter())
     return Remains(path)
 
@@ -82,7 +89,7 @@ def test_local_and_ray_give_the_same_bits(
 ) -> None:
     """Rollouts included: three steps with two engines, of which one shares the trainer's core and leaves it while the
     trainer works, and with one elsewhere."""
-    run = run_small(*RAY, *LAYOUTS[layout], "train.steps=3", "supervise.spare_trainer=false", base=EXACT)
+    run = run_small(*RAY, *LAYOUTS[layout], "train.steps=3", "fault_tolerance.spare_trainer=false", base=EXACT)
     assert_same_bits(run, three_local_steps)
     logs = {log.stem for log in (run.path / "logs").iterdir()}
     engines = {"actor_infer-0", "actor_infer-1"} if layout == "partly shared" else {"actor_infer-0"}
@@ -105,7 +112,7 @@ def test_bytes_through_the_controller_do_not_grow_with_responses(run_small: Call
         sizes = ("rollout.groups_per_step=8", "rollout.group_size=8", f"rollout.max_new_tokens={longest}")
         run = run_small(*RAY, *LAYOUTS["colocated"], *sizes, "train.steps=3", base=EXACT, name=f"longest {longest}")
         tokens.append(sum(len(row["ids"]) for row in run.samples()[3]) / len(run.samples()[3]))
-        passed.append([row[key] for row in run.metrics() if (key := "data/controller_bytes_a_sample") in row][-1])
+        passed.append([row[key] for row in run.metrics() if (key := "controller/bytes_per_sample") in row][-1])
     assert tokens[1] > tokens[0] + 30
     assert passed[1] < passed[0] + 4 * (tokens[1] - tokens[0])  # an id and a log-prob are 8 bytes a token
 
@@ -160,7 +167,7 @@ class Apart(LocalExecutor):
 def test_a_byte_flipped_on_the_way_is_caught_sent_again_and_then_named(
     request: pytest.FixtureRequest, executor: str
 ) -> None:
-    config = load_config(TINY, [*EXACT, *RAY, "weights.bucket_mb=1"])
+    config = load_config(TINY, [*EXACT, *RAY, "weight_sync.bucket_mb=1"])
     if executor == "ray":
         request.getfixturevalue("on_ray")
 
@@ -218,7 +225,7 @@ def test_a_run_that_is_interrupted_twice_leaves_no_process_behind(long: LongRun)
 
 @pytest.mark.slow
 def test_a_run_whose_trainer_dies_for_good_says_so_and_leaves_no_process_behind(tmp_path: Path) -> None:
-    with long_run(tmp_path, *SMALL, *RAY, "supervise.restarts=0", steps=2) as run:
+    with long_run(tmp_path, *SMALL, *RAY, "fault_tolerance.restarts=0", steps=2) as run:
         trainers = [pid for pid in run.processes() if _has_open(pid, "actor_train-0.log")]
         os.kill(trainers[0], signal.SIGKILL)
         status, said = run.end()

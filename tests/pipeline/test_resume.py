@@ -88,7 +88,7 @@ MANY = (
     *(
         "rollout.filter=none",
         "rollout.deadline_s=60",
-        "rollout.tries=1",
+        "rollout.max_attempts=1",
         "rollout.max_running=2",
         "rollout.oversample=0.5",
     ),
@@ -112,7 +112,7 @@ KEPT = {
     "model.dtype=bf16": "weights of this model",
     "train.optimizer=adamw_8bit": "moments of the other optimizer",
     "rollout.temperature=0.7": "were drawn with it",
-    "rollout.order=lookahead": "the other order",
+    "rollout.task_order=longest_first": "the other order",
     "tasks.source=echo": "which of these tasks",
     "tasks.options={count: 3}": "which of these tasks",
     "reward=exact": "could not be compared",
@@ -138,7 +138,9 @@ def test_a_weight_that_is_steered_is_not_set(tmp_path: Path) -> None:
 
 
 def test_rounds_of_groups_keep_their_size(tmp_path: Path) -> None:
-    before, after = (load_config({}, ["rollout.order=tail_rounds", f"rollout.groups_per_step={n}"]) for n in (8, 9))
+    before, after = (
+        load_config({}, ["rollout.task_order=tail_batching", f"rollout.groups_per_step={n}"]) for n in (8, 9)
+    )
     with pytest.raises(UserError, match="rounds of groups"):
         refuse_changes(RunFolder(tmp_path), after, changes_since(before, after))
 

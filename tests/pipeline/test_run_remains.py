@@ -84,10 +84,10 @@ def test_metrics_have_a_row_for_every_step_and_every_evaluation(watched: Watched
     assert [row["step"] for row in steps] == [1, 2, 3]
     for row in steps:
         assert {"response/tokens_mean", "groups/kept", "groups/issued", "samples/failed"} <= row.keys()
-        assert {"train/loss", "train/grad_norm", "train/lr", "train/mismatch", "train/entropy"} <= row.keys()
+        assert {"train/loss", "train/grad_norm", "train/lr", "train/rollout_logprob_diff", "train/entropy"} <= row.keys()
         assert 0 <= row["reward/mean"] <= 1
         assert row["train/skipped"] == 0
-        assert row["train/mismatch_max"] < 1e-3
+        assert row["train/rollout_logprob_diff_max"] < 1e-3
 
 
 def test_tensorboard_has_the_same_numbers(watched: Watched) -> None:

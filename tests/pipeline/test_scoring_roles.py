@@ -111,7 +111,7 @@ def test_on_ray_the_same_run_gives_the_same_rewards(tmp_path: Path, liking: Path
 def test_a_run_on_ray_survives_the_death_of_its_judge_and_its_reward_model(tmp_path: Path, liking: Path) -> None:
     from roll.config import dump_config
 
-    more = {"supervise": {"ping_s": 0.5, "backoff_s": 0.1}, "train": {"steps": 1000, "lr": 2e-3}}
+    more = {"fault_tolerance": {"ping_s": 0.5, "backoff_s": 0.1}, "train": {"steps": 1000, "lr": 2e-3}}
     config = load_config(both(tmp_path / "run", liking, executor="ray", **more))
     (tmp_path / "config.yaml").write_text(dump_config(config))
     child = start_roll(["train", str(tmp_path / "config.yaml")], tmp_path / "output.txt")

@@ -63,7 +63,7 @@ def test_a_run_leaves_what_it_did(undisturbed: Remains) -> None:
     assert losses(undisturbed)[-1] < losses(undisturbed)[0]
     for row in steps:
         assert row["train/learned_tokens"] == 8, "four answers of a digit and its end"
-        assert not [name for name in row if "mismatch" in name], "nobody sampled these tokens"
+        assert not [name for name in row if "rollout_logprob_diff" in name], "nobody sampled these tokens"
     assert [row["train/epoch"] for row in steps] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0, 2.4])
     summary = json.loads(undisturbed.folder.summary_path.read_text())
     assert (summary["pipeline"], summary["steps"], summary["steps_planned"]) == ("sft", 6, 6)
@@ -264,7 +264,7 @@ RAY = ("executor=ray", "ray.object_store_gb=0.2", "ray.start_deadline_s=120", "r
 
 @pytest.mark.slow
 def test_the_same_bits_on_ray(tmp_path: Path, undisturbed: Remains) -> None:
-    there = run(tmp_path / "run", *EXACT, *RAY, "supervise.spare_trainer=false")
+    there = run(tmp_path / "run", *EXACT, *RAY, "fault_tolerance.spare_trainer=false")
     assert there.weights() == undisturbed.weights()
     assert losses(there) == losses(undisturbed)
 

@@ -202,7 +202,7 @@ def test_a_model_whose_shards_are_damaged_is_refused_by_name(
 def test_a_rank_that_cannot_write_ends_the_run_with_one_message(tmp_path: Path) -> None:
     """A limit on files that weights on their way to engines stay under, and a rank's shards do not."""
     path, reporter = tmp_path / "run", Steps()
-    rare = ("train.steps=18", "run.checkpoint_every=6", "weights.bucket_mb=1")
+    rare = ("train.steps=18", "run.checkpoint_every=6", "weight_sync.bucket_mb=1")
     config = load_config(TINY, [*EXACT, RANKS, *rare, f"run={path}"])
     with files_of_at_most(5 * MIB), pytest.raises(RunError) as failed:
         train(config, reporter=reporter)

@@ -28,7 +28,7 @@ def test_a_run_survives_a_killed_rank_and_one_that_is_killed_while_the_group_res
     over_ranks: Remains, tmp_path: Path
 ) -> None:
     hurt = tmp_path / "hurt"
-    child = start(hurt, *ONE, RANKS, "supervise.spare_trainer=true")
+    child = start(hurt, *ONE, RANKS, "fault_tolerance.spare_trainer=true")
     try:
         child.wait_for(lambda: Remains(hurt).steps() >= 3)
         first = processes(hurt, "actor_train-0")

@@ -94,7 +94,7 @@ def roll(*arguments: str, output: Path) -> Iterator[Run]:
 def check(path: Path, steps: int, most: float) -> None:
     """Every sample was trained on or dropped, and what was drawn had nearly the trainer's log-probs."""
     remains = Remains(path)
-    rows = [row["train/mismatch"] for row in remains.metrics() if "train/mismatch" in row]
+    rows = [row["train/rollout_logprob_diff"] for row in remains.metrics() if "train/rollout_logprob_diff" in row]
     assert len(rows) == steps
     assert max(rows) <= most
     states = [state for state, _, _ in remains.lineage().values()]
@@ -125,7 +125,7 @@ def test_what_is_drawn_has_the_trainers_log_probs(tmp_path: Path, settings: tupl
 
 def steps_of(run: Path) -> int:
     metrics = run / "metrics.jsonl"
-    return metrics.read_text().count("train/mismatch_max") if metrics.is_file() else 0
+    return metrics.read_text().count("train/rollout_logprob_diff_max") if metrics.is_file() else 0
 
 
 def test_ctrl_c_ends_a_step_and_the_end_of_an_engine_the_run(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ async def setting(
 ) -> Setting:
     moves: Any = Moves()
     runner = ToyRunner(outcome, delay)
-    pool = await runner.pool(workers, tries=config.get("tries", 1))
+    pool = await runner.pool(workers, tries=config.get("max_attempts", 1))
     return Setting(runner, moves, pool, scheduler_over(pool, Lifecycle(moves), **config))
 
 
@@ -154,7 +154,7 @@ def test_tokens_that_are_lost_before_training_cost_a_new_baseline_too() -> None:
             drawn += sample.greedy
             return drawn if sample.greedy else 0.0
 
-        run = await setting(outcome, groups_per_step=1, group_size=2, tries=2)
+        run = await setting(outcome, groups_per_step=1, group_size=2, max_attempts=2)
         rollout = await run.scheduler.next_rollout()
         run.scheduler.give_back(rollout, "tokens lost: rollout[0] died")
         again = await run.scheduler.next_rollout()
@@ -210,7 +210,7 @@ def test_whatever_becomes_of_samples_a_batch_has_a_baseline_for_each_and_no_gree
         return bool(rewards) and greedy != "broken" and len({*rewards, greedy}) > 1
 
     async def main() -> None:
-        config = {"groups_per_step": wanted, "group_size": size, "max_replacements": 20.0, "tries": 9}
+        config = {"groups_per_step": wanted, "group_size": size, "max_replacements": 20.0, "max_attempts": 9}
         run = await setting(outcome, lambda s: rng.choice([0.0, 0.1, 1.0]), workers, **config)
         for number in range(3):
             rollout = await run.scheduler.next_rollout()
@@ -264,7 +264,7 @@ def test_only_the_greedy_answer_is_drawn_at_temperature_0() -> None:
 
 def test_an_episode_can_be_greedy_and_is_so_again_when_its_worker_dies() -> None:
     async def main() -> None:
-        run = await party(1, 2, tries=2)
+        run = await party(1, 2, max_attempts=2)
         samples = with_greedy(run, 0, 1, episode_of(0.5, 0.5))
         call = run.start(samples)
         await until(lambda: len(run.running) == 2)

@@ -77,7 +77,9 @@ class Run:
     """A scheduler that is one step ahead, over workers of its own."""
 
     def __init__(self, pool: RolloutPool, runner: ToyRunner, version: int, stale: Any, tries: int) -> None:
-        config = RolloutConfig(groups_per_step=2, group_size=2, max_staleness=1, stale=stale, tries=tries)
+        config = RolloutConfig(
+            groups_per_step=2, group_size=2, max_staleness=1, staleness_policy=stale, max_attempts=tries
+        )
         ledger: Any = Moves()
         self.moves: Moves = ledger
         self.pool, self.runner = pool, runner

@@ -173,7 +173,7 @@ def test_a_users_function_that_fails_is_named(name: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("repetitions", "rollout.end_early 'repetitions' is not known: write .*; did you mean 'repetition'"),
+        ("repetitions", "rollout.early_stop 'repetitions' is not known: write .*; did you mean 'repetition'"),
         ("repetition=1", "'repetition=1' needs a whole number of at least 2: write 'repetition=4'"),
         ("repetition=2.5", "'repetition=2.5' needs a whole number"),
         ("repetition=inf", "'repetition=inf' needs a whole number"),
@@ -181,7 +181,7 @@ def test_a_users_function_that_fails_is_named(name: str, says: str) -> None:
         ("length_budget=", "'length_budget=' needs a number"),
         ("length_budget=nan", "'length_budget=nan' needs a number"),
         ("length_budget=long", "'length_budget=long' needs a number"),
-        ("absent.py:f", "rollout.end_early 'absent.py:f': there is no file"),
+        ("absent.py:f", "rollout.early_stop 'absent.py:f': there is no file"),
     ],
 )
 def test_names_that_cannot_be_are_refused(name: str, says: str) -> None:

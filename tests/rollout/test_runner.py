@@ -106,7 +106,7 @@ async def setting(
     graders: int = 1,
     envs: int = 1,
     worker: int = 0,
-    end_early: EarlyEnd | None = None,
+    early_stop: EarlyEnd | None = None,
     max_turns: int = 16,
     env: dict[str, Any] | None = None,
     domains: dict[str, Any] | None = None,
@@ -136,7 +136,7 @@ async def setting(
         stop_ids=(END,),
         context=1024,
         worker=worker,
-        end_early=end_early,
+        early_stop=early_stop,
     )
     graders_of: Any = judging._handles
     worlds: Any = acting._handles
@@ -675,7 +675,7 @@ def test_a_predicate_ends_a_response_and_is_told_of_its_siblings() -> None:
         return "said enough" if len(running.ids) >= 2 else None
 
     async def main() -> None:
-        run = await setting(says=None, end_early=predicate)
+        run = await setting(says=None, early_stop=predicate)
         done, sample = run.sample(id="4.1"), run.sample()
         done.response_tokens, done.finish = 7, "stop"
         call = run.start(sample, done, sample)
@@ -700,7 +700,7 @@ def test_a_predicate_sees_what_was_drawn_on_earlier_engines_too() -> None:
         return None
 
     async def main() -> None:
-        run = await setting(says=None, engine_count=2, end_early=predicate)
+        run = await setting(says=None, engine_count=2, early_stop=predicate)
         sample = run.sample(engine=0)
         call = run.start(sample)
         await until(lambda: run.toys[0].running)
@@ -722,7 +722,7 @@ def test_a_predicate_sees_what_was_drawn_on_earlier_engines_too() -> None:
 
 def test_a_response_that_ended_by_itself_was_not_ended_early_whatever_a_predicate_wanted() -> None:
     async def main() -> None:
-        run = await setting(says=None, end_early=lambda running: "too late")
+        run = await setting(says=None, early_stop=lambda running: "too late")
         sample = run.sample()
         call = run.start(sample)
         await until(lambda: run.toy.running)
@@ -847,7 +847,7 @@ def test_the_tasks_own_messages_come_before_the_environments() -> None:
 @pytest.mark.parametrize("at", ["reset", "step"])
 def test_an_episode_that_was_lost_or_took_its_process_along_starts_anew(kind: Any, at: str) -> None:
     async def main() -> None:
-        run = await setting(tries=3)
+        run = await setting(max_attempts=3)
         failures = 0
 
         def trouble(method: str, episode: str) -> None:
@@ -890,7 +890,7 @@ def test_an_episode_fails_when_its_tries_are_used_up_or_it_was_the_environments_
         raise EnvFailure(kind, "boom")
 
     async def main() -> None:
-        run = await setting(tries=3)
+        run = await setting(max_attempts=3)
         run.envs[0].trouble = trouble
         sample = run.sample(episode_of(1.0))
         await run.runner.run(sample)
@@ -907,7 +907,7 @@ def test_a_crash_that_others_may_have_caused_is_blamed_on_all_of_them_in_parts()
         raise EnvFailure("crashed", "boom", suspects=4)
 
     async def main() -> None:
-        run = await setting(tries=3)
+        run = await setting(max_attempts=3)
         run.envs[0].trouble = trouble
         sample = run.sample(episode_of(1.0))
         await run.runner.run(sample)
@@ -919,7 +919,7 @@ def test_a_crash_that_others_may_have_caused_is_blamed_on_all_of_them_in_parts()
 @pytest.mark.parametrize("at", ["reset", "step"])
 def test_an_environment_worker_that_dies_takes_its_episodes_along_and_they_start_anew(at: str) -> None:
     async def main() -> None:
-        run = await setting(envs=2, tries=1)
+        run = await setting(envs=2, max_attempts=1)
         run.envs[0].trouble = lambda method, episode: run.worlds[0].kill() if method == at else None
         sample = run.sample(episode_of(0.5, 0.5))
         call = run.start(sample)
@@ -1080,7 +1080,7 @@ def test_a_template_that_cannot_follow_a_conversation_fails_the_sample_by_name()
 
 def test_a_new_try_starts_without_what_the_last_one_left() -> None:
     async def main() -> None:
-        run = await setting(says=None, tries=2)
+        run = await setting(says=None, max_attempts=2)
         failed = False
 
         def trouble(method: str, episode: str) -> None:
@@ -1126,7 +1126,7 @@ def test_random_troubles_of_environments_never_leave_an_episode_open() -> None:
     def holds(seed: int, tries: int) -> None:
         async def main() -> None:
             rng = random.Random(seed)
-            run = await setting(tries=tries, envs=2, says=None, deadline_s=500)
+            run = await setting(max_attempts=tries, envs=2, says=None, deadline_s=500)
             run.toy.pace_s = 0.1
             run.toy.context = 10**6
 

@@ -75,7 +75,7 @@ class World:
             return
         versions, counts = rollout.batch["versions"], rollout.batch["loss_mask"]
         assert (versions[counts] >= limit).all()
-        if self.config.stale == "mask":
+        if self.config.staleness_policy == "mask":
             drawn = versions != NO_VERSION
             assert (counts == (drawn & (versions >= limit))).all()  # and all that is young enough counts
         else:
@@ -116,8 +116,8 @@ async def world(
     settings = RolloutConfig(group_size=2, **config)
     moves: Any = Moves()
     runner = ToyRunner(outcome, delay, length=lambda sample: 4)
-    pool = await runner.pool(workers, 2, settings.tries, max_running=max_running)
-    order = EpochSampler(TASKS.train, 5, shape=BatchPolicy(settings.oversample, settings.cut))
+    pool = await runner.pool(workers, 2, settings.max_attempts, max_running=max_running)
+    order = EpochSampler(TASKS.train, 5, shape=BatchPolicy(settings.oversample, settings.batch_selection))
     keep = make_filter(settings.filter)
     made = World(settings, runner, pool, RolloutScheduler(order, pool, Lifecycle(moves), settings, keep), moves)
     runner.version = lambda: made.served
@@ -209,7 +209,9 @@ def test_rejections_are_replaced_and_beyond_the_bound_they_are_not() -> None:
 
 def test_a_group_that_would_get_too_old_is_waited_for() -> None:
     async def main() -> None:
-        run = await world(lambda s: 30.0 if s.group == 1 else 1.0, groups_per_step=2, max_staleness=1, cut="first")
+        run = await world(
+            lambda s: 30.0 if s.group == 1 else 1.0, groups_per_step=2, max_staleness=1, batch_selection="first_finished"
+        )
         first = await run.step()
         assert indices(first.kept) == [0, 2]  # the first to finish; group 1 may still come
         assert asyncio.get_running_loop().time() < 10
@@ -235,7 +237,11 @@ def test_in_order_the_oldest_groups_make_the_step_whoever_is_faster() -> None:
 def test_who_is_waited_for_too_long_is_dropped() -> None:
     async def main() -> None:
         run = await world(
-            lambda s: 1000.0 if s.group == 1 else 1.0, groups_per_step=2, max_staleness=1, cut="first", stale_wait_s=50.0
+            lambda s: 1000.0 if s.group == 1 else 1.0,
+            groups_per_step=2,
+            max_staleness=1,
+            batch_selection="first_finished",
+            staleness_timeout_s=50.0,
         )
         await run.step()
         second = await run.step()
@@ -245,7 +251,7 @@ def test_who_is_waited_for_too_long_is_dropped() -> None:
         (late,) = [g for g in second.groups if g.index == 1]
         assert {s.state for s in late.samples} == {"dropped"}
         assert late.samples[0].reason == "stale: not finished 50 s after its step was due"
-        assert second.dropped == {"stale": 1}
+        assert second.dropped == {"staleness_policy": 1}
         await turns(40)
         assert sorted(run.runner.cancelled) == ["1.0", "1.1"]
         await run.scheduler.close()
@@ -255,7 +261,9 @@ def test_who_is_waited_for_too_long_is_dropped() -> None:
 
 def test_when_dropping_nobody_waits_and_what_is_too_old_is_dropped_before_the_weights_change() -> None:
     async def main() -> None:
-        run = await world(lambda s: 1000.0 if s.group == 1 else 1.0, groups_per_step=2, max_staleness=1, stale="drop")
+        run = await world(
+            lambda s: 1000.0 if s.group == 1 else 1.0, groups_per_step=2, max_staleness=1, staleness_policy="drop"
+        )
         for _ in range(2):
             rollout = await run.step()
             assert 1 not in indices(rollout.kept)
@@ -264,7 +272,7 @@ def test_when_dropping_nobody_waits_and_what_is_too_old_is_dropped_before_the_we
         assert run.moves.reasons("1.0")[-1] == ("dropped", "stale: 2 versions old at version 2")
         rollout = await run.step()
         assert 1 in indices(rollout.groups)
-        assert rollout.dropped == {"stale": 1}
+        assert rollout.dropped == {"staleness_policy": 1}
         await run.scheduler.close()
 
     go(main())
@@ -272,7 +280,9 @@ def test_when_dropping_nobody_waits_and_what_is_too_old_is_dropped_before_the_we
 
 def test_when_masking_old_tokens_stay_and_do_not_count() -> None:
     async def main() -> None:
-        run = await world(lambda s: 10.0 if s.group == 1 else 1.0, groups_per_step=2, max_staleness=1, stale="mask")
+        run = await world(
+            lambda s: 10.0 if s.group == 1 else 1.0, groups_per_step=2, max_staleness=1, staleness_policy="mask"
+        )
         await run.step()
         await run.step()
         assert asyncio.get_running_loop().time() < 9
@@ -292,7 +302,9 @@ def test_when_masking_old_tokens_stay_and_do_not_count() -> None:
 
 def test_when_masking_what_has_no_young_token_is_dropped() -> None:
     async def main() -> None:
-        run = await world(lambda s: 0.5 if s.group < 6 else 1000.0, groups_per_step=1, max_staleness=1, stale="mask")
+        run = await world(
+            lambda s: 0.5 if s.group < 6 else 1000.0, groups_per_step=1, max_staleness=1, staleness_policy="mask"
+        )
         run.scheduler._config = run.config
         rollout = await run.scheduler.next_rollout()
         await until(lambda: 1 in run.scheduler._group_table.ready)  # drawn by version 0, all of it
@@ -306,7 +318,7 @@ def test_when_masking_what_has_no_young_token_is_dropped() -> None:
 
 def test_when_masking_what_was_drawn_long_before_it_was_judged_is_dropped() -> None:
     async def main() -> None:
-        run = await world(lambda s: 1.0, groups_per_step=1, max_staleness=1, stale="mask", tries=1)
+        run = await world(lambda s: 1.0, groups_per_step=1, max_staleness=1, staleness_policy="mask", max_attempts=1)
         run.runner.judging = lambda s: 50.0 if s.group == 1 else 0.0
         await run.step()
         await run.step()
@@ -321,7 +333,9 @@ def test_when_masking_what_was_drawn_long_before_it_was_judged_is_dropped() -> N
 @pytest.mark.parametrize("stale", ["wait", "drop", "mask"])
 def test_a_group_that_has_no_engine_yet_cannot_be_old(stale: str) -> None:
     async def main() -> None:
-        run = await world(lambda s: 500.0, groups_per_step=1, max_staleness=1, oversample=4.0, stale=stale, max_running=2)
+        run = await world(
+            lambda s: 500.0, groups_per_step=1, max_staleness=1, oversample=4.0, staleness_policy=stale, max_running=2
+        )
         call = asyncio.create_task(run.scheduler.next_rollout())
         await asyncio.sleep(1)
         assert indices([g for g in run.scheduler.open_groups if g.oldest is not None]) == [0, 1]
@@ -340,8 +354,8 @@ def test_a_group_that_ran_again_does_not_hide_an_older_one_from_those_who_wait()
             lambda s: 60.0 if s.group == 2 else 200.0 if s.group == 0 and s.tries > 1 else 1.0,
             groups_per_step=2,
             max_staleness=1,
-            cut="first",
-            tries=3,
+            batch_selection="first_finished",
+            max_attempts=3,
         )
         rollout = await run.scheduler.next_rollout()  # 0 and 1; 2 runs on, and 3 is ready
         assert indices(rollout.kept) == [0, 1]
@@ -359,7 +373,7 @@ def test_a_group_that_ran_again_is_as_young_as_its_new_beginning() -> None:
         def delay(sample: Sample) -> float:
             return 500.0 if sample.tries > 1 else 1.0 + sample.group
 
-        run = await world(delay, groups_per_step=1, max_staleness=1, cut="first", tries=3)
+        run = await world(delay, groups_per_step=1, max_staleness=1, batch_selection="first_finished", max_attempts=3)
         rollout = await run.scheduler.next_rollout()
         assert indices(rollout.kept) == [0]
         await run.publish()
@@ -397,12 +411,12 @@ def test_whatever_happens_there_is_never_too_much_or_too_old_and_every_group_end
             max_running=rng.choice([0, 2, 6]),
             groups_per_step=rng.randint(1, 4),
             max_staleness=rng.choice([0, 1, 1, 2, 3]),
-            stale=rng.choice(["wait", "mask", "drop"]),
-            stale_wait_s=rng.choice([1.0, 30.0]),
+            staleness_policy=rng.choice(["wait", "mask", "drop"]),
+            staleness_timeout_s=rng.choice([1.0, 30.0]),
             cut=rng.choice(["in_order", "first"]),
             oversample=rng.choice([0.0, 0.0, 0.5, 1.0]),
             max_replacements=rng.choice([0.0, 1.0, 2.0]),
-            tries=100 if deaths else rng.randint(2, 3),
+            max_attempts=100 if deaths else rng.randint(2, 3),
         )
         seen: list[Group] = []
         crew, scheduler = run.runner.crew, run.scheduler

@@ -50,12 +50,12 @@ class Plain:
         values: dict[str, Any] = {f"queue/{state}": depth[state] for state in self.seen}
         for state, times in self.stays.items():
             times.sort()
-            values[f"stage/{state}_s_mean"] = pytest.approx(sum(times) / len(times))
-            values[f"stage/{state}_s_max"] = times[-1]
-            values[f"stage/{state}_s_p99"] = pytest.approx(nearest_rank(times), rel=0.01, abs=1e-6)
-        values["waste/tokens"] = self.wasted
+            values[f"state/{state}_s_mean"] = pytest.approx(sum(times) / len(times))
+            values[f"state/{state}_s_max"] = times[-1]
+            values[f"state/{state}_s_p99"] = pytest.approx(nearest_rank(times), rel=0.01, abs=1e-6)
+        values["rollout/discarded_tokens"] = self.wasted
         if self.generated:
-            values["waste/share"] = self.wasted / self.generated
+            values["rollout/discarded_token_ratio"] = self.wasted / self.generated
         self.stays.clear()
         self.generated = self.wasted = 0
         return values
@@ -152,18 +152,18 @@ def test_a_stay_counts_in_the_interval_in_which_it_ends() -> None:
     clock = StateClock()
     moved(clock, "a", (0, "queued"), (1, "generating"))
     first = clock.take()
-    assert {name: first[name] for name in first if name.startswith("stage")} == {
-        "stage/queued_s_mean": 1,
-        "stage/queued_s_p99": 1,
-        "stage/queued_s_max": 1,
+    assert {name: first[name] for name in first if name.startswith("state")} == {
+        "state/queued_s_mean": 1,
+        "state/queued_s_p99": 1,
+        "state/queued_s_max": 1,
     }
     assert (first["queue/queued"], first["queue/generating"]) == (0, 1)
     moved(clock, "a", (5, "scoring"), (7, "scored"))
     second = clock.take()
-    assert (second["stage/generating_s_mean"], second["stage/scoring_s_max"]) == (4, 2)
-    assert "stage/queued_s_mean" not in second
+    assert (second["state/generating_s_mean"], second["state/scoring_s_max"]) == (4, 2)
+    assert "state/queued_s_mean" not in second
     assert clock.take() == {f"queue/{s}": int(s == "scored") for s in ("queued", "generating", "scoring", "scored")} | {
-        "waste/tokens": 0
+        "rollout/discarded_tokens": 0
     }
 
 
@@ -176,19 +176,19 @@ def test_tokens_are_wasted_when_nobody_trains_on_them(end: str, wasted: int) -> 
     moved(clock, "b", (0, "generating"), (1, "scoring"), (2, "scored"), tokens=30)
     moved(clock, "a", (3, end))
     taken = clock.take()
-    assert (taken["waste/tokens"], taken["waste/share"]) == (wasted, wasted / 120)
+    assert (taken["rollout/discarded_tokens"], taken["rollout/discarded_token_ratio"]) == (wasted, wasted / 120)
 
 
 def test_what_is_thrown_away_later_counts_then() -> None:
     clock = StateClock()
     moved(clock, "a", (0, "scoring"), tokens=90)
     moved(clock, "b", (0, "scoring"), tokens=10)
-    assert clock.take()["waste/share"] == 0
+    assert clock.take()["rollout/discarded_token_ratio"] == 0
     moved(clock, "a", (1, "dropped"))
     assert clock.table().waste_share == 0, "of the interval before: nothing was generated in this one"
     taken = clock.take()
-    assert taken["waste/tokens"] == 90
-    assert "waste/share" not in taken
+    assert taken["rollout/discarded_tokens"] == 90
+    assert "rollout/discarded_token_ratio" not in taken
     moved(clock, "c", (2, "scoring"), tokens=5)
     moved(clock, "b", (3, "dropped"))
     assert clock.table().waste_share == 2

@@ -149,7 +149,7 @@ def test_held_out_samples_go_before_those_to_train_on() -> None:
 
 def test_an_evaluation_survives_the_death_of_a_worker() -> None:
     async def main() -> None:
-        run = await party(1, 2, lambda task, response: 1.0, pace_s=1.0, tries=2)
+        run = await party(1, 2, lambda task, response: 1.0, pace_s=1.0, max_attempts=2)
         evaluator = Evaluator(tasks(1, 2).held_out, run.pool, EvalConfig(samples=6, show=6))
         call = asyncio.create_task(evaluator.evaluate(0))
         await asyncio.sleep(1.5)
@@ -167,7 +167,7 @@ def test_an_evaluation_survives_the_death_of_a_worker() -> None:
 
 def test_answers_that_died_with_their_worker_are_not_shown() -> None:
     async def main() -> None:
-        run = await party(1, 2, lambda task, response: 1.0, tries=1)
+        run = await party(1, 2, lambda task, response: 1.0, max_attempts=1)
         evaluator = Evaluator(tasks(1, 2).held_out, run.pool, EvalConfig(samples=4, show=4))
         call = asyncio.create_task(evaluator.evaluate(0))
         await until(lambda: len(run.running) == 4)

@@ -129,7 +129,7 @@ def test_what_comes_back_overtakes_the_window() -> None:
 
 
 def test_a_lookahead_keeps_the_shape_of_its_base() -> None:
-    shape = BatchPolicy(0.25, "first")
+    shape = BatchPolicy(0.25, "first_finished")
     assert LongestFirst(EpochSampler(tasks_of(2), 0, shape=shape), 2).begin_step() == shape
 
 
@@ -137,7 +137,7 @@ def test_cut_tasks_make_a_round_of_their_own_that_is_waited_for() -> None:
     order = TailBatching(EpochSampler(tasks_of(20), 0), groups_per_step=2, oversample=0.5)
     cut: list[TaskDraw] = []
     for _ in range(2):
-        assert order.begin_step() == BatchPolicy(0.5, "first")
+        assert order.begin_step() == BatchPolicy(0.5, "first_finished")
         cut.append([order.next() for _ in range(3)][1])
         order.cut(cut[-1].task)
     assert order.begin_step() == BatchPolicy(0.0, "in_order")
@@ -145,7 +145,7 @@ def test_cut_tasks_make_a_round_of_their_own_that_is_waited_for() -> None:
     assert [(draw.task, draw.epoch, draw.again) for draw in round_of_tails] == [(draw.task, 0, True) for draw in cut]
     fresh = order.next()
     assert not fresh.again, "a replacement in the tail round"
-    assert order.begin_step() == BatchPolicy(0.5, "first")
+    assert order.begin_step() == BatchPolicy(0.5, "first_finished")
 
 
 def test_a_cut_task_keeps_its_epoch_though_the_next_one_has_begun() -> None:
@@ -207,22 +207,22 @@ def test_every_draw_is_given_in_a_round_where_it_is_waited_for(need: int, surplu
 
 def made(order: str = "in_order", **changes: Any) -> TaskSampler:
     settings: dict[str, Any] = {
-        "sample_by": "epochs", "weights": {}, "oversample": 0.25, "cut": "first", "window": 3, "groups_per_step": 4
+        "sampler": "epochs", "weights": {}, "oversample": 0.25, "cut": "first_finished", "window": 3, "groups_per_step": 4
     }  # fmt: skip
     return make_task_sampler(tasks_of(5), 0, order=order, **(settings | changes))
 
 
 def test_the_names_of_a_config_make_the_orders() -> None:
-    plain, ahead, tails = made(), made("lookahead"), made("tail_rounds", sample_by="solve_rate")
+    plain, ahead, tails = made(), made("longest_first"), made("tail_batching", sampler="solve_rate")
     assert isinstance(plain, EpochSampler)
-    assert plain.begin_step() == BatchPolicy(0.25, "first")
+    assert plain.begin_step() == BatchPolicy(0.25, "first_finished")
     assert isinstance(ahead, LongestFirst)
     assert isinstance(ahead.base, EpochSampler)
     assert isinstance(tails, TailBatching)
     assert isinstance(tails.base, SolveRateSampler)
-    assert isinstance(made(sample_by="solve_rate"), SolveRateSampler)
+    assert isinstance(made(sampler="solve_rate"), SolveRateSampler)
     for cuts in range(4):
-        assert tails.begin_step() == BatchPolicy(0.25, "first"), cuts
+        assert tails.begin_step() == BatchPolicy(0.25, "first_finished"), cuts
         tails.cut(tails.next().task)
     assert tails.begin_step() == BatchPolicy(0.0, "in_order")
     ahead.next()
@@ -234,20 +234,23 @@ def test_the_names_of_a_config_make_the_orders() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"order": "look_ahead"}, "rollout.order 'look_ahead' is not known: write .*; did you mean 'lookahead'"),
         (
-            {"order": "tail_rounds", "oversample": 0.0},
+            {"order": "longest_frist"},
+            "rollout.task_order 'longest_frist' is not known: write .*; did you mean 'longest_first'",
+        ),
+        (
+            {"order": "tail_batching", "oversample": 0.0},
             "rollout.oversample is 0 of 4 groups, less than one: write 0.25 or",
         ),
         (
-            {"order": "tail_rounds", "oversample": 0.4, "groups_per_step": 2},
+            {"order": "tail_batching", "oversample": 0.4, "groups_per_step": 2},
             "0.4 of 2 groups, less than one: write 0.5 or",
         ),
-        ({"sample_by": "dice"}, "tasks.sample_by is 'dice'"),
-        ({"weights": {"math": 1}}, "tasks.weights names 'math'"),
+        ({"sampler": "dice"}, "tasks.sampler is 'dice'"),
+        ({"weights": {"math": 1}}, "tasks.domain_weights names 'math'"),
         (
             {"order": "orders.py:Nowhere"},
-            "rollout.order 'orders.py:Nowhere': .*orders.py has no 'Nowhere'; it has SamplerWrapper, Backwards, Half",
+            "rollout.task_order 'orders.py:Nowhere': .*orders.py has no 'Nowhere'; it has SamplerWrapper, Backwards",
         ),
         (
             {"order": "orders.py:Half"},
@@ -255,7 +258,10 @@ def test_the_names_of_a_config_make_the_orders() -> None:
         ),
         ({"order": "orders.py:NoEpoch"}, "has no method give_back.task, epoch=None."),
         ({"order": "orders.py:NeedsEpoch"}, "has no method give_back.task, epoch=None."),
-        ({"order": "orders.py:fails"}, "'orders.py:fails', called with the order to build on, failed: KeyError: 'x'"),
+        (
+            {"order": "orders.py:fails"},
+            "'orders.py:fails', called with the order to build on, failed: KeyError: 'x'",
+        ),
     ],
 )
 def test_orders_that_cannot_be_are_refused(
@@ -269,7 +275,7 @@ def test_orders_that_cannot_be_are_refused(
 
 def test_a_users_order_is_built_on_the_base(tmp_path: Path) -> None:
     (tmp_path / "orders.py").write_text(USERS)
-    order, plain = made("orders.py:Backwards", root=tmp_path, sample_by="solve_rate"), made()
+    order, plain = made("orders.py:Backwards", root=tmp_path, sampler="solve_rate"), made()
     first, second, third, fourth = (plain.next() for _ in range(4))
     assert [order.next() for _ in range(4)] == [second, first, fourth, third]
     order.restore(order.state())

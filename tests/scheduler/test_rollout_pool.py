@@ -793,7 +793,7 @@ def test_places_on_a_dead_engine_are_gone_with_it() -> None:
 
 def test_what_a_dead_worker_had_starts_anew_elsewhere() -> None:
     async def main() -> None:
-        run = await party(2, 2, tries=3)
+        run = await party(2, 2, max_attempts=3)
         groups = [run.group(index) for index in range(2)]
         calls = [run.start(group) for group in groups]
         await until(lambda: len(run.running) == 4)
@@ -859,7 +859,7 @@ def test_a_worker_that_is_started_again_hears_nothing_of_its_earlier_life() -> N
 
 def test_without_tries_left_the_samples_of_a_dead_worker_have_failed() -> None:
     async def main() -> None:
-        run = await party(2, 2, tries=1)
+        run = await party(2, 2, max_attempts=1)
         groups = [run.group(index, 3) for index in range(2)]
         calls = [run.start(group) for group in groups]
         await until(lambda: len(run.running) == 6)
@@ -880,7 +880,7 @@ def test_without_tries_left_the_samples_of_a_dead_worker_have_failed() -> None:
 @pytest.mark.parametrize("error", ["died", "hangs"])
 def test_a_worker_that_does_not_answer_is_reported_and_does_not_get_leases(error: str) -> None:
     async def main() -> None:
-        run = await party(1, 2, says="4", tries=2)
+        run = await party(1, 2, says="4", max_attempts=2)
         told: list[tuple[int, str]] = []
         run.pool.worker_trouble = lambda worker, reason: told.append((worker, reason))
         if error == "died":
@@ -944,7 +944,7 @@ def test_whenever_workers_die_every_sample_ends_once(seed: int) -> None:
     async def main() -> None:
         rng = random.Random(seed)
         workers, tries = rng.randint(1, 3), rng.randint(1, 4)
-        run = await party(2, workers, pace_s=0.3, tries=tries, deadline_s=10_000)
+        run = await party(2, workers, pace_s=0.3, max_attempts=tries, deadline_s=10_000)
         groups = [run.group(index, rng.randint(1, 3)) for index in range(3)]
         calls = [run.start(group) for group in groups]
         dead: set[int] = set()
@@ -1160,7 +1160,7 @@ def test_places_are_kept_by_nobody_when_environments_fail_again_and_again() -> N
         raise EnvFailure("crashed", "boom")
 
     async def main() -> None:
-        run = await party(1, tries=4)
+        run = await party(1, max_attempts=4)
         run.envs[0].trouble = trouble
         samples = run.group(0, task=episode_of(1.0))
         await run.start(samples)
@@ -1172,7 +1172,7 @@ def test_places_are_kept_by_nobody_when_environments_fail_again_and_again() -> N
 
 def test_a_sample_has_one_place_however_often_it_starts_anew() -> None:
     async def main() -> None:
-        run = await party(1, tries=4)
+        run = await party(1, max_attempts=4)
         failures = 0
 
         def trouble(method: str, episode: str) -> None:
@@ -1199,7 +1199,7 @@ def test_a_sample_has_one_place_however_often_it_starts_anew() -> None:
 
 def test_an_episode_that_starts_anew_asks_for_one_seat() -> None:
     async def main() -> None:
-        run = await party(1, 1, tries=2)
+        run = await party(1, 1, max_attempts=2)
         failures = 0
 
         def trouble(method: str, episode: str) -> None:
@@ -1224,7 +1224,7 @@ def test_an_episode_that_starts_anew_asks_for_one_seat() -> None:
 
 def test_a_sample_that_failed_waits_for_no_place() -> None:
     async def main() -> None:
-        run = await party(1, max_running=2, tries=2)
+        run = await party(1, max_running=2, max_attempts=2)
         samples = run.group(0, task=episode_of(1.0))
         call = run.start(samples)
         await until(lambda: run.running == {"0.0", "0.1"})
@@ -1360,7 +1360,7 @@ def test_whatever_happens_every_sample_ends_and_nothing_is_left(seed: int) -> No
             pace_s=0.2,
             graders=2,
             envs=2,
-            tries=rng.randint(1, 3),
+            max_attempts=rng.randint(1, 3),
             max_running=rng.choice([0, 1, 3]),
             scoring_most=rng.choice([0, 1, 4]),
             deadline_s=10_000,

@@ -57,7 +57,7 @@ async def setting(
 ) -> Setting:
     moves: Any = Moves()
     runner = ToyRunner(outcome, delay)
-    pool = await runner.pool(workers, engine_count, config.get("tries", 1))
+    pool = await runner.pool(workers, engine_count, config.get("max_attempts", 1))
     scheduler = scheduler_over(pool, Lifecycle(moves), order, siblings_needed, **config)
     return Setting(runner, moves, pool, scheduler)
 
@@ -67,7 +67,7 @@ def scheduler_over(
 ) -> RolloutScheduler:
     """A scheduler of the toy tasks, in the order that the config shapes unless another is given."""
     settings = RolloutConfig(**config)
-    order = order or EpochSampler(TASKS.train, 5, shape=BatchPolicy(settings.oversample, settings.cut))
+    order = order or EpochSampler(TASKS.train, 5, shape=BatchPolicy(settings.oversample, settings.batch_selection))
     keep = make_filter(settings.filter, *settings.filter_range)
     return RolloutScheduler(order, pool, life, settings, keep, siblings_needed=siblings_needed)
 
@@ -464,7 +464,12 @@ def test_a_step_of_the_first_to_finish_leaves_the_rest_and_their_tasks_come_agai
     async def main() -> None:
         slow = {1, 3}
         run = await setting(
-            spread, lambda s: 50 if s.group in slow else 0.1, groups_per_step=4, group_size=2, oversample=0.5, cut="first"
+            spread,
+            lambda s: 50 if s.group in slow else 0.1,
+            groups_per_step=4,
+            group_size=2,
+            oversample=0.5,
+            batch_selection="first_finished",
         )
         rollout = await run.scheduler.next_rollout()
         assert [g.index for g in rollout.kept] == [0, 2, 4, 5]
@@ -515,7 +520,7 @@ def test_oversampling_in_order_does_not_take_a_younger_group_for_an_older_one() 
     go(main())
 
 
-def test_tail_rounds_gather_what_was_cut_and_wait_for_it() -> None:
+def test_tail_batches_gather_what_was_cut_and_wait_for_it() -> None:
     async def main() -> None:
         order = TailBatching(EpochSampler(TASKS.train, 5), 2, 0.5)
         slow = {TASKS.train[0].id, TASKS.train[1].id}
@@ -542,7 +547,12 @@ def test_tail_rounds_gather_what_was_cut_and_wait_for_it() -> None:
 def test_the_bias_in_length_is_below_zero_where_short_ones_finish_first(seen: int, bias: float) -> None:
     async def main() -> None:
         run = await setting(
-            spread, lambda s: float(1 + s.group % 3), groups_per_step=2, group_size=2, oversample=2.0, cut="first"
+            spread,
+            lambda s: float(1 + s.group % 3),
+            groups_per_step=2,
+            group_size=2,
+            oversample=2.0,
+            batch_selection="first_finished",
         )
         run.runner.length = lambda s: 10 * (1 + s.group % 3)
         run.scheduler._lengths = [10**6, seen * 10**6]  # the mean of all so far
@@ -859,7 +869,7 @@ def test_when_nothing_is_left_to_try_the_run_says_so(monkeypatch: pytest.MonkeyP
 
 def test_a_task_that_keeps_killing_workers_is_left_out() -> None:
     async def main() -> None:
-        run = await party(1, says="4", tries=2, envs=1)
+        run = await party(1, says="4", max_attempts=2, envs=1)
         victims = TASKS.train[:2]
 
         def judge(task: Task, response: Any) -> float:
@@ -915,7 +925,7 @@ def test_what_a_sample_killed_counts_against_its_task_and_is_saved() -> None:
 def test_finished_groups_whose_tokens_died_run_again() -> None:
     async def main() -> None:
         run = await setting(
-            spread, lambda s: 10 if s.group == 3 else 0.1, workers=2, groups_per_step=4, group_size=2, tries=3
+            spread, lambda s: 10 if s.group == 3 else 0.1, workers=2, groups_per_step=4, group_size=2, max_attempts=3
         )
         call = asyncio.create_task(run.scheduler.next_rollout())
         await asyncio.sleep(5)
@@ -940,7 +950,7 @@ def test_finished_groups_whose_tokens_died_run_again() -> None:
 
 def test_a_worker_that_dies_as_the_batch_is_made_costs_a_repetition_not_the_run() -> None:
     async def main() -> None:
-        run = await setting(spread, lambda s: 1.0, workers=2, groups_per_step=2, group_size=2, tries=3)
+        run = await setting(spread, lambda s: 1.0, workers=2, groups_per_step=2, group_size=2, max_attempts=3)
         batch = run.pool.tokens.batch
         times = 0
 
@@ -967,7 +977,11 @@ def test_tokens_lost_before_they_were_trained_on_are_made_again() -> None:
     async def main() -> None:
         flat = {1}
         run = await setting(
-            lambda s: 1.0 if s.group in flat else spread(s), lambda s: 1.0, groups_per_step=2, group_size=2, tries=3
+            lambda s: 1.0 if s.group in flat else spread(s),
+            lambda s: 1.0,
+            groups_per_step=2,
+            group_size=2,
+            max_attempts=3,
         )
         rollout = await run.scheduler.next_rollout()
         assert [g.index for g in rollout.kept] == [0, 2]
@@ -1000,7 +1014,7 @@ def test_tokens_lost_before_they_were_trained_on_are_made_again() -> None:
 
 def test_groups_without_tries_left_are_dropped_from_the_books() -> None:
     async def main() -> None:
-        run = await setting(spread, lambda s: 1.0, groups_per_step=1, group_size=2, tries=1)
+        run = await setting(spread, lambda s: 1.0, groups_per_step=1, group_size=2, max_attempts=1)
         rollout = await run.scheduler.next_rollout()
         run.scheduler.give_back(rollout, "tokens lost: rollout[0] died")
         assert run.scheduler._group_table.charged == 0
@@ -1055,7 +1069,7 @@ def test_a_resumed_run_trains_drops_or_draws_again_every_task_once(seed: int) ->
         "max_staleness": rng.choice([0, 1, 2]),
         "oversample": rng.choice([0.0, 0.5]),
         "cut": rng.choice(["in_order", "first"]),
-        "stale": rng.choice(["wait", "drop", "mask"]),
+        "staleness_policy": rng.choice(["wait", "drop", "mask"]),
     }
     ends: Counter[tuple[str, int]] = Counter()
     """How often each draw, a task of an epoch, came to its end."""

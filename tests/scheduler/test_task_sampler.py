@@ -188,7 +188,7 @@ def test_a_run_does_not_go_on_with_other_tasks() -> None:
 
 
 def test_the_ground_gives_the_shape_it_was_made_with() -> None:
-    shape = BatchPolicy(0.5, "first")
+    shape = BatchPolicy(0.5, "first_finished")
     assert SamplerWrapper(EpochSampler(tasks_of(1), 0, shape=shape)).begin_step() == shape
     assert EpochSampler(tasks_of(1), 0).begin_step() == BatchPolicy(0.0, "in_order")
 
@@ -286,13 +286,13 @@ def test_draws_of_a_step_do_not_depend_on_when_its_groups_finish() -> None:
 
 
 def made(kind: str, seed: int = 0) -> TaskSampler:
-    epochs = EpochSampler(tasks_of(4, 2), seed, {"a": 1, "b": 2}, BatchPolicy(0.5, "first"))
+    epochs = EpochSampler(tasks_of(4, 2), seed, {"a": 1, "b": 2}, BatchPolicy(0.5, "first_finished"))
     match kind:
         case "epochs":
             return epochs
         case "solve_rate":
             return SolveRateSampler(epochs, seed)
-        case "lookahead":
+        case "longest_first":
             return LongestFirst(SolveRateSampler(epochs, seed), 5)
         case _:
             return TailBatching(SolveRateSampler(epochs, seed), 3, 0.5)
@@ -327,7 +327,7 @@ class Life:
             return
         assert what in ("give_back", "cut")
         self.came_back[draw.task.id, draw.epoch] += 1
-        use = self.order.cut if what == "cut" and self.shape.cut == "first" else self.order.give_back
+        use = self.order.cut if what == "cut" and self.shape.cut == "first_finished" else self.order.give_back
         use(draw.task, draw.epoch)
 
 
@@ -335,7 +335,7 @@ moves = st.lists(
     st.tuples(st.sampled_from(["next", "next", "next", "judged", "give_back", "cut", "step"]), st.integers(0, 99)),
     max_size=60,
 )
-kinds = st.sampled_from(["epochs", "solve_rate", "lookahead", "tail_rounds"])
+kinds = st.sampled_from(["epochs", "solve_rate", "longest_first", "tail_batching"])
 
 
 @given(kinds, moves)
@@ -377,7 +377,7 @@ def test_a_restored_order_goes_on_with_the_same_draws(
     assert life.order.state() == other.order.state()
 
 
-@pytest.mark.parametrize("kind", ["solve_rate", "lookahead", "tail_rounds"])
+@pytest.mark.parametrize("kind", ["solve_rate", "longest_first", "tail_batching"])
 def test_wrappers_hand_on_what_they_are_told(kind: str) -> None:
     order = made(kind)
     assert isinstance(order, SamplerWrapper)

@@ -89,34 +89,40 @@ def workload(engines: int, group_size: int, turns: int, replacements: float) -> 
 
 
 def shape(k: int, stale: str, cut: str, oversample: float, order: str) -> dict[str, Any]:
-    return {"max_staleness": k, "stale": stale, "cut": cut, "oversample": oversample, "order": order}
+    return {
+        "max_staleness": k,
+        "staleness_policy": stale,
+        "batch_selection": cut,
+        "oversample": oversample,
+        "task_order": order,
+    }
 
 
 ON_POLICY = [
     shape(0, "wait", "in_order", 0.0, "in_order"),
-    shape(0, "wait", "in_order", 0.4, "lookahead"),
+    shape(0, "wait", "in_order", 0.4, "longest_first"),
     shape(0, "wait", "in_order", 1.0, "in_order"),
-    shape(0, "wait", "first", 0.4, "in_order"),
-    shape(0, "wait", "first", 1.0, "lookahead"),
-    shape(0, "wait", "first", 0.4, "tail_rounds"),
-    shape(0, "wait", "first", 1.0, "tail_rounds"),
+    shape(0, "wait", "first_finished", 0.4, "in_order"),
+    shape(0, "wait", "first_finished", 1.0, "longest_first"),
+    shape(0, "wait", "first_finished", 0.4, "tail_batching"),
+    shape(0, "wait", "first_finished", 1.0, "tail_batching"),
 ]
 ASYNCHRONOUS = st.builds(
     shape,
     st.integers(1, 2),
     st.sampled_from(["wait", "mask", "drop"]),
-    st.sampled_from(["in_order", "first"]),
+    st.sampled_from(["in_order", "first_finished"]),
     st.sampled_from([0.0, 0.4, 1.0]),
-    st.sampled_from(["in_order", "lookahead"]),
+    st.sampled_from(["in_order", "longest_first"]),
 )
 CONFIGS = st.fixed_dictionaries(
     {
-        "stale_wait_s": st.sampled_from([1.0, 30.0, 600.0]),
+        "staleness_timeout_s": st.sampled_from([1.0, 30.0, 600.0]),
         "lookahead": st.integers(1, 4),
-        "on_update": st.sampled_from(["pause", "abort"]),
+        "on_weight_update": st.sampled_from(["pause", "abort"]),
         "group_size": st.integers(2, 3),
         "max_replacements": st.sampled_from([0.0, 1.0, 2.0]),
-        "tries": st.integers(1, 4),
+        "max_attempts": st.integers(1, 4),
         "quarantine_after": st.integers(1, 3),
     }
 )
@@ -164,7 +170,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         workers=st.integers(2, 4),
         tasks=st.integers(7, 12),
         turns=st.sampled_from([1, 1, 3]),
-        sample_by=st.sampled_from(["epochs", "solve_rate"]),
+        sampler=st.sampled_from(["epochs", "solve_rate"]),
         scoring_most=st.sampled_from([0, 2]),
         way_s=st.sampled_from([0.0, 0.002, 0.2]),
         deadly=st.sampled_from([0.0, 0.0, 0.5]),
@@ -178,7 +184,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         workers: int,
         tasks: int,
         turns: int,
-        sample_by: str,
+        sampler: str,
         scoring_most: int,
         way_s: float,
         deadly: float,
@@ -194,18 +200,18 @@ class ExactlyOnce(RuleBasedStateMachine):
 
         def make_world() -> SimCluster:
             return SimCluster(
-                work, workers=workers, tries=self.config.tries, scoring_most=scoring_most, way_s=way_s, fate=fate
+                work, workers=workers, tries=self.config.max_attempts, scoring_most=scoring_most, way_s=way_s, fate=fate
             )
 
         def order() -> Watched:
             made = make_task_sampler(
                 self.tasks,
                 0,
-                order=self.config.order,
-                sample_by=sample_by,
+                order=self.config.task_order,
+                sampler=sampler,
                 weights={},
                 oversample=self.config.oversample,
-                cut=self.config.cut,
+                cut=self.config.batch_selection,
                 window=self.config.lookahead,
                 groups_per_step=GROUPS,
             )
@@ -250,13 +256,13 @@ class ExactlyOnce(RuleBasedStateMachine):
             self.killed(1.0, 1.0)
 
     async def stepped(self) -> None:
-        """A step. It tries something, and with `stale: mask` nothing older than it may be is left unmasked."""
+        """A step. It tries something, and with `staleness_policy: mask` nothing older than it may be is left unmasked."""
         for rollouts in self.training.world.rollouts:
             rollouts.masked_below.clear()
         before = self.training.step
         await self.training.make_step()
         assert self.training.ended
-        if self.config.stale == "mask" and self.training.step > before:
+        if self.config.staleness_policy == "mask" and self.training.step > before:
             masked = {below for rollouts in self.training.world.rollouts for below in rollouts.masked_below.values()}
             assert masked <= {before - self.config.max_staleness}
 
@@ -516,7 +522,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         order = self.training.scheduler.state()["order"]
         k = self.config.max_staleness
         assert story.volume <= GROUPS * (k + 1) + int(GROUPS * self.config.oversample + 1e-9)
-        none(balance.too_old(story, k, self.config.stale == "mask"))
+        none(balance.too_old(story, k, self.config.staleness_policy == "mask"))
         none(balance.invalid_paths(story))
         none(balance.wrong_baselines(story))
         none(balance.unbalanced(story, self.training.draws, balance.held_by(order)))

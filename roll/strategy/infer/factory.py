@@ -31,7 +31,7 @@ def _native(place: WorkerPlacement, config: Config, own_weights: bool) -> InferS
         load_tokenizer(source, config.model),
         max_running=config.rollout.max_running,
         exact=config.deterministic,
-        kv_tokens=config.rollout.kv_tokens,
+        kv_tokens=config.rollout.kv_cache_tokens,
         records_routes=config.rollout.router_replay,
         model=make_model() if own_weights else None,
         make_model=make_model,

@@ -27,7 +27,7 @@ def as_judged(config: Config) -> Config:
     judge = config.roles.judge
     roles = config.roles.model_copy(update={"actor_infer": judge})
     model = config.model.model_copy(update=judge.model.model_dump())
-    rollout = config.rollout.model_copy(update={"max_running": judge.max_running, "kv_tokens": 0})
+    rollout = config.rollout.model_copy(update={"max_running": judge.max_running, "kv_cache_tokens": 0})
     return config.model_copy(update={"model": model, "roles": roles, "rollout": rollout})
 
 

@@ -40,7 +40,7 @@ OWN = {
     "generation_config": "write rollout.temperature, rollout.top_p and rollout.top_k",
     "override_generation_config": "write rollout.temperature, rollout.top_p and rollout.top_k",
     "worker_extension_cls": "weights are loaded by it",
-    "weight_transfer_config": "weights come by weights.path",
+    "weight_transfer_config": "weights come by weight_sync.transport",
     "enable_sleep_mode": "write offload",
     "disable_log_stats": "leave it out",
     "enable_return_routed_experts": "write rollout.router_replay",

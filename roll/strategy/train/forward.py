@@ -247,7 +247,7 @@ class ForwardRunner:
             if spare is not None and not rows and self._budget.rows < longest:
                 _log.warning(
                     "the GPU has memory for %d tokens in a micro-batch beside what is on it: samples are trained on one "
-                    "by one, which is slow; end other programs on it, or write a smaller rollout.kv_tokens",
+                    "by one, which is slow; end other programs on it, or write a smaller rollout.kv_cache_tokens",
                     self._budget.rows,
                 )
         return self._budget

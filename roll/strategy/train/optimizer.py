@@ -87,8 +87,8 @@ class MasterAdamW:
             )
             raise RunError(
                 f"the GPU ran out of memory in the optimizer's step ({said_first(error)}), where micro-batches play no "
-                f"part and weights may have been written already: write {less} or a smaller rollout.kv_tokens, or leave "
-                "the GPU more memory, and resume the run from its last checkpoint"
+                f"part and weights may have been written already: write {less} or a smaller rollout.kv_cache_tokens, or "
+                "leave the GPU more memory, and resume the run from its last checkpoint"
             ) from error
 
     def _step(self, step: int, loss: Tensor | None) -> OptimizerStep:

@@ -42,8 +42,8 @@ def _joined(done: list[UpdateStats], parts: list[Batch], batch: Batch, lr: float
             names = " and ".join(", ".join(stats.metrics) for stats in (done[0], other))
             raise UserError(f"algorithm.loss: two updates of a step have other metrics ({names}): give the same in each")
     metrics = {n: sum(w * s.metrics[n] for w, s in zip(share, done, strict=True)) for n in done[0].metrics}
-    if "mismatch_max" in metrics:
-        metrics["mismatch_max"] = max(s.metrics["mismatch_max"] for s in done)
+    if "rollout_logprob_diff_max" in metrics:
+        metrics["rollout_logprob_diff_max"] = max(s.metrics["rollout_logprob_diff_max"] for s in done)
     return UpdateStats(
         loss=sum(w * s.loss for w, s in zip(share, done, strict=True)),
         grad_norm=math.nan if any(math.isnan(s.grad_norm) for s in done) else max(s.grad_norm for s in done),

@@ -234,10 +234,10 @@ def test_an_update_says_what_it_did() -> None:
     gap = np.abs(log_probs - batch.behaviour)[mask]
     assert (stats.updates, stats.skipped, stats.tokens) == (1, 0, batch.tokens)
     assert stats.lr == pytest.approx(1e-2 / 4)
-    assert stats.metrics["mismatch"] == pytest.approx(gap.mean(), rel=1e-4)
-    assert stats.metrics["mismatch_max"] == pytest.approx(gap.max(), rel=1e-4)
+    assert stats.metrics["rollout_logprob_diff"] == pytest.approx(gap.mean(), rel=1e-4)
+    assert stats.metrics["rollout_logprob_diff_max"] == pytest.approx(gap.max(), rel=1e-4)
     assert 0 < stats.metrics["entropy"] <= math.log(VOCAB)
-    assert stats.metrics["clipped"] == 0.0
+    assert stats.metrics["clip_frac"] == 0.0
     logs = zip(batch.rows("ids"), batch.rows("turn"), batch.rows("loss_mask"), strict=True)
     trained = [ids[span] for ids, turn, sampled in logs if sampled.any() for span in branches(turn)]
     prefixes = {tuple(ids[: i + 1].tolist()) for ids in trained for i in range(len(ids))}
@@ -283,10 +283,10 @@ def test_several_updates_are_separate_steps_over_whole_groups(given_proximal: bo
     assert stats.grad_norm == max(s.grad_norm for s in by_hand)
     # Metrics are means over the step's sampled tokens.
     sampled = [int(whole.select(part).loss_mask.sum()) for part in parts]
-    for name in ("entropy", "mismatch", "clipped", "correction"):
+    for name in ("entropy", "rollout_logprob_diff", "clip_frac", "is_weight_mean"):
         expected = sum(n * s.metrics[name] for n, s in zip(sampled, by_hand, strict=True)) / sum(sampled)
         assert stats.metrics[name] == pytest.approx(expected, rel=1e-6), name
-    assert stats.metrics["mismatch_max"] == max(s.metrics["mismatch_max"] for s in by_hand)
+    assert stats.metrics["rollout_logprob_diff_max"] == max(s.metrics["rollout_logprob_diff_max"] for s in by_hand)
 
 
 def test_there_are_no_more_updates_than_groups_with_tokens() -> None:
@@ -308,8 +308,8 @@ def test_epochs_go_through_the_same_parts_again() -> None:
 def test_a_second_epoch_of_the_whole_batch_is_held_to_the_policy_before_the_first() -> None:
     batch = make_batch(6, groups=5)
     strategy = make_strategy(epochs_per_step=4, lr=1e-2)
-    assert strategy.update(batch, LOSS, 3).metrics["clipped"] > 0
-    assert make_strategy(lr=1e-2).update(batch, LOSS, 3).metrics["clipped"] == 0
+    assert strategy.update(batch, LOSS, 3).metrics["clip_frac"] > 0
+    assert make_strategy(lr=1e-2).update(batch, LOSS, 3).metrics["clip_frac"] == 0
 
 
 def sick_loss(streams: LossInputs) -> TokenLoss:
