@@ -27,7 +27,7 @@ from roll.cluster.worker import Dispatch, SharedArguments, Worker, WorkerPlaceme
 from roll.config.errors import RunError
 from roll.data.batch import Batch
 from roll.data.remote_columns import Indices
-from roll.process.structured_gather import together
+from roll.process.structured_gather import structured_gather
 
 W = TypeVar("W", bound=Worker)
 P = ParamSpec("P")
@@ -149,7 +149,7 @@ class Cluster(Generic[W]):
         if executor is None:
             name = self._handles[rank].placement.name
             raise RunError(f"{name} cannot be restarted here: only where its cluster was started")
-        await together(executor.restart(handle) for handle in self._unit(rank))
+        await structured_gather(executor.restart(handle) for handle in self._unit(rank))
         self.loss = None
 
     async def end(self, rank: int, why: RemoteError | None = None) -> None:
@@ -157,7 +157,7 @@ class Cluster(Generic[W]):
         if the cluster ends the group."""
         if self.is_group and self.loss is None:
             self.loss = why
-        await together(handle.end(self.deadline_s) for handle in self._unit(rank))
+        await structured_gather(handle.end(self.deadline_s) for handle in self._unit(rank))
 
     def _unit(self, rank: int) -> Sequence[Handle]:
         return self._handles if self.is_group else [self._handles[rank]]

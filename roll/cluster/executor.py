@@ -15,7 +15,7 @@ from roll.cluster.worker import Worker, WorkerPlacement
 from roll.config.errors import RunError
 from roll.data.batch import Batch
 from roll.process.bounded_log import LIMIT_BYTES
-from roll.process.structured_gather import together
+from roll.process.structured_gather import structured_gather
 
 W = TypeVar("W", bound=Worker)
 
@@ -209,7 +209,7 @@ class LocalExecutor:
             handles.append(handle)
         self._processes += processes
         if processes:
-            starts = together(handle.start(self._silent_s) for handle in processes)
+            starts = structured_gather(handle.start(self._silent_s) for handle in processes)
             await self._in_time(starts, f"the workers of {places[0].role} have")
         return handles
 

@@ -31,7 +31,7 @@ from roll.config.schema import RayConfig
 from roll.data.batch import Batch
 from roll.data.remote_columns import RemoteRef
 from roll.process.bounded_log import LIMIT_BYTES
-from roll.process.structured_gather import together
+from roll.process.structured_gather import structured_gather
 
 W = TypeVar("W", bound=Worker)
 T = TypeVar("T")
@@ -180,7 +180,7 @@ class RayExecutor:
     async def start(self, make: Callable[[WorkerPlacement], W], places: Sequence[WorkerPlacement]) -> list[Handle]:
         handles = [self._handle(place, self._log_of(place)) for place in places]
         self._workers.update((handle, make) for handle in handles)
-        starts = together(self._unless_lost(handle.placement, handle.start(make)) for handle in handles)
+        starts = structured_gather(self._unless_lost(handle.placement, handle.start(make)) for handle in handles)
         await self._in_time(starts, f"the workers of {places[0].role} have")
         return list(handles)
 

@@ -45,7 +45,7 @@ from roll.cluster.cluster import Cluster
 from roll.cluster.errors import CallTimedOut, ClusterLost, NodeLost, RemoteError, WorkerDied
 from roll.config.errors import RunError
 from roll.config.hints import option
-from roll.process.structured_gather import together
+from roll.process.structured_gather import structured_gather
 
 Lost = Callable[[int, str], None]
 Restored = Callable[[int], Awaitable[None]]
@@ -287,7 +287,7 @@ class _Watch:
                 if len(self._ranks) == 1:
                     await self._ping(self._ranks[0])
                 else:
-                    await together(self._ping(rank) for rank in self._ranks)
+                    await structured_gather(self._ping(rank) for rank in self._ranks)
             except RemoteError as error:
                 return self._cluster.loss or error
             if (condemned := self.condemned) is not None:

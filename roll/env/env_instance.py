@@ -15,7 +15,7 @@ from roll.env.base import opened, stepped, tools_of
 from roll.env.crash_report import current
 from roll.env.ipc import EnvAct, EnvClose, EnvFailed, EnvReady, EnvReset, Result, Visit
 from roll.env.resolve import EnvSpecError, Factory, check_options, with_files
-from roll.process.child_main import REASON_CHARS, detail, reason, tell
+from roll.process.child_main import REASON_CHARS, detail, log_failure, reason
 
 if TYPE_CHECKING:
     from roll.env.async_runner import SharedLoop
@@ -82,7 +82,7 @@ class EnvInstance:
             traceback.clear_frames(error.__traceback__)  # frees the memory that the call's frames hold
         try:
             failed = EnvFailed("raised", reason(error), detail(error))
-            tell(failed.detail)
+            log_failure(failed.detail)
             return failed
         except MemoryError:
             return EnvFailed("raised", "MemoryError")

@@ -153,7 +153,7 @@ class EnvProcess:
     async def end(self, why: str) -> None:
         """Ends the process and all its children, and waits for that. In-flight calls are lost. May be called again."""
         self._end("lost", why)
-        await self._child.gone()
+        await self._child.wait_exit()
         for task in (self._watching, self._hearing):
             task.cancel()
 

@@ -155,7 +155,7 @@ class EnvServer:
             from roll.env.async_runner import AsyncRunner
 
             return AsyncRunner(tenant, self._answer, self._loop(), lambda: self._look_after(tenant))
-        self._memory.thread_comes()
+        self._memory.add_thread()
         return ThreadRunner(tenant, self._answer, self._loop, lambda: self._leave_thread(tenant))
 
     def _loop(self) -> SharedLoop:
@@ -167,7 +167,7 @@ class EnvServer:
 
     def _leave_thread(self, tenant: EnvInstance) -> None:
         self._look_after(tenant)
-        self._memory.thread_goes()
+        self._memory.remove_thread()
 
     def _look_after(self, tenant: EnvInstance) -> None:
         """Ends the process if an environment reached the memory limit and too little memory is left for the others."""

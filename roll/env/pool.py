@@ -34,7 +34,7 @@ from roll.env.env_process import EnvProcess, Reply
 from roll.env.resolve import located
 from roll.env.stats import EnvStats
 from roll.process.bounded_log import LIMIT_BYTES
-from roll.process.structured_gather import together
+from roll.process.structured_gather import structured_gather
 from roll.sandbox.cgroups import sweep
 
 _log = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class EnvPool:
         """Starts all processes; raises `RunError` if one does not start."""
         self._ended = None
         try:
-            await together(self._start_process() for _ in range(self._workers))
+            await structured_gather(self._start_process() for _ in range(self._workers))
         except BaseException:
             await self.close()
             raise

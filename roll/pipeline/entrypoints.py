@@ -29,7 +29,7 @@ from roll.pipeline.run_code import Chosen, Code, code_to_resume
 from roll.pipeline.sft_eval import SFTEval
 from roll.pipeline.signals import Stopped, cancelled_by_signals, signals_to
 from roll.pipeline.state import State
-from roll.process.gc_tuning import spare_collector
+from roll.process.gc_tuning import freeze_gc
 from roll.reward import RewardFn
 from roll.rollout.transcript import Transcript
 from roll.run import Checkpoint, Checkpoints, RunFolder
@@ -178,7 +178,7 @@ async def _train(
                 if recorder.stop_signal is not None:  # outside the main thread the signal raised nothing
                     raise Stopped(recorder.stop_signal)
                 recorder.begun = True
-                spare_collector()
+                freeze_gc()
                 recorder.reporter.started(recorder.folder.path, config.train.steps, checkpoint.step if checkpoint else 0)
                 state = await _train_with(roles, pipeline, recorder, written, origin, other_code)
             summary = recorder.finish(state, pipeline.panels(state))

@@ -24,7 +24,7 @@ from roll.env.stats import EnvStats
 from roll.model.find import find_model
 from roll.pipeline.reward_models import scorer_peaks, start_scorers
 from roll.pipeline.start import LEAST_SILENT_S, met, offload_at_start, watched
-from roll.process.structured_gather import together
+from roll.process.structured_gather import structured_gather
 from roll.reward import RewardSpec
 from roll.reward.stats import GraderStats
 from roll.rollout.worker import RolloutWorker
@@ -475,7 +475,7 @@ def _raise_all_but_losses(results: Sequence[object]) -> None:
 
 async def _answers(cluster: Cluster[Any]) -> bool:
     try:
-        await together(cluster.ping(rank, _PING_S) for rank in range(len(cluster)))
+        await structured_gather(cluster.ping(rank, _PING_S) for rank in range(len(cluster)))
     except RemoteError:
         return False
     return True

@@ -43,11 +43,11 @@ class BoundedLog:
 
     def write(self, data: bytes) -> None:
         """Appends bytes. Never raises because the disk is full."""
-        most = min(CHUNK_BYTES, self._part_bytes // 2)
-        for begin in range(0, len(data), most):
-            chunk = data[begin : begin + most]
+        max_bytes = min(CHUNK_BYTES, self._part_bytes // 2)
+        for begin in range(0, len(data), max_bytes):
+            chunk = data[begin : begin + max_bytes]
             try:
-                with self._locked():
+                with self._lock():
                     self._append(chunk)
             except OSError:
                 self._unwritten += len(chunk)
@@ -62,7 +62,7 @@ class BoundedLog:
         self._unwritten = 0
 
     def _begin_part(self) -> None:
-        first, before = (self._path.with_name(self._path.name + end) for end in (FIRST, BEFORE))
+        first, before = (self._path.with_name(self._path.name + suffix) for suffix in (FIRST, BEFORE))
         if not first.exists():
             self._path.replace(first)
             dropped = 0
@@ -72,11 +72,11 @@ class BoundedLog:
                 dropped += before.stat().st_size
             self._path.replace(before)
         header = f"[roll: {dropped} bytes of this log were dropped after {first.name}"
-        earlier = f"; what comes right before this line is in {before.name}" if before.exists() else ""
+        earlier = f"; the bytes right before this line are in {before.name}" if before.exists() else ""
         _append_to(self._path, f"{header}{earlier}; run.keep.log_mb is its limit]\n".encode())
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _lock(self) -> Iterator[None]:
         """Holds the lock of the log's folder, if the file system supports locks."""
         folder = os.open(self._path.parent, os.O_RDONLY)
         try:
@@ -107,7 +107,7 @@ def wide_pipe() -> tuple[int, int]:
 def start_writer(path: Path, limit_bytes: int) -> int:
     """Starts a process that copies a pipe to the log, and returns the write end of the pipe. The process ends when all
     copies of the write end are closed."""
-    import subprocess  # not at the top: keepers do not need it and start faster without it
+    import subprocess  # not at the top: subreapers do not need it and start faster without it
 
     reading, writing = wide_pipe()
     try:
@@ -146,9 +146,9 @@ def _append_to(path: Path, data: bytes) -> None:
     try:
         if not os.fstat(descriptor).st_size:
             like_its_folder(path)
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
+        remaining = memoryview(data)
+        while remaining:
+            remaining = remaining[os.write(descriptor, remaining) :]
     finally:
         os.close(descriptor)
 

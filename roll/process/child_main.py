@@ -21,8 +21,8 @@ from roll.config.secrets import KNOWN, print_no_secrets
 REASON_CHARS = 500
 DETAIL_CHARS = 4000
 _PR_SET_PDEATHSIG = 1
-_MOST_TOLD = 20
-_told: set[str] = set()
+_MAX_LOGGED = 20
+_logged: set[str] = set()
 
 
 def command(module: str) -> str:
@@ -37,9 +37,9 @@ def command(module: str) -> str:
 def connect(*, killed_first: bool = True) -> socket.socket:
     """Connects to the parent, whose socket and process id are on the command line. `killed_first`: when memory runs out,
     the kernel kills this process before others."""
-    _die_with(int(sys.argv[2]))
+    _die_with_parent(int(sys.argv[2]))
     if killed_first:
-        _be_killed_first_when_memory_runs_out()
+        _be_killed_first_when_out_of_memory()
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     cast(TextIO, sys.stdout).reconfigure(line_buffering=True)  # type: ignore[attr-defined]
@@ -49,21 +49,21 @@ def connect(*, killed_first: bool = True) -> socket.socket:
 
 def reason(error: BaseException) -> str:
     """One line: the error and where it was raised, preceded by its root cause if it has one."""
-    first = _first_cause(error)
-    return _line(error) if first is error else f"{_line(first)}, then {_line(error)}"
+    root = _root_cause(error)
+    return _describe(error) if root is error else f"{_describe(root)}, then {_describe(error)}"
 
 
-def _first_cause(error: BaseException) -> BaseException:
+def _root_cause(error: BaseException) -> BaseException:
     seen = {id(error)}
     while True:
-        before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-        if before is None or id(before) in seen:
+        cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if cause is None or id(cause) in seen:
             return error
-        seen.add(id(before))
-        error = before
+        seen.add(id(cause))
+        error = cause
 
 
-def _line(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     try:
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     except Exception:
@@ -81,30 +81,30 @@ def detail(error: BaseException) -> str:
         return ""
 
 
-def tell(failure: str) -> None:
+def log_failure(failure: str) -> None:
     """Writes a failure's detail to this process's log: each distinct one once, and only the first `_MOST_TOLD`."""
-    if failure and failure not in _told and len(_told) < _MOST_TOLD:
-        _told.add(failure)
+    if failure and failure not in _logged and len(_logged) < _MAX_LOGGED:
+        _logged.add(failure)
         print(failure.rstrip(), file=sys.stderr, flush=True)
 
 
-def _die_with(parent_pid: int) -> None:
+def _die_with_parent(parent_pid: int) -> None:
     """Makes this process end when its parent ends, whatever user code is doing."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     else:
-        threading.Thread(target=_watch, args=(parent_pid,), daemon=True).start()
+        threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
     if os.getppid() != parent_pid:  # the parent ended before the call above
         os._exit(0)
 
 
-def _watch(parent_pid: int) -> None:
+def _watch_parent(parent_pid: int) -> None:
     while os.getppid() == parent_pid:
         time.sleep(1)
     os.killpg(0, signal.SIGKILL)
 
 
-def _be_killed_first_when_memory_runs_out() -> None:
+def _be_killed_first_when_out_of_memory() -> None:
     """Makes the kernel's OOM killer prefer this process over the trainer: its work can be repeated."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")

@@ -50,4 +50,4 @@ class _Unpickler(pickle.Unpickler):
         try:
             return self._kinds[module, name]
         except KeyError:
-            raise pickle.UnpicklingError(f"{module}.{name} is not among what this process may send") from None
+            raise pickle.UnpicklingError(f"{module}.{name} is not among the types that this process may send") from None

@@ -29,19 +29,18 @@ def _private(path: str, flags: int) -> int:
 class ManagedProcess:
     """A child process and the connection to it.
 
-    It leads a process group and has a keeper (`roll.process.subreaper`): when the child is killed or ends by itself, or
-    this process ends, all processes that user code started are killed, daemons included.
-    """
+    It leads a process group and has a subreaper (`roll.process.subreaper`): when the child is killed or ends by itself,
+    or this process ends, all processes that user code started are killed, daemons included."""
 
     def __init__(
-        self, keeper: asyncio.subprocess.Process, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, subreaper: asyncio.subprocess.Process, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         self.pid = pid
         """Process id of the child, also the id of its process group."""
         self.reader = reader
         self.writer = writer
         # waits: for as long as the process lives
-        self.exit = asyncio.create_task(keeper.wait())
+        self.exit = asyncio.create_task(subreaper.wait())
         """Done once the child and all processes it started have ended."""
         self.killed = False
 
@@ -55,37 +54,37 @@ class ManagedProcess:
     ) -> ManagedProcess:
         """Runs a command of `child_main.command`. Its output goes to the file `log`, of at most `log_bytes`, or to
         stderr."""
-        ours, theirs = socket.socketpair()
+        parent_socket, child_socket = socket.socketpair()
         with contextlib.ExitStack() as closing:
-            closing.callback(theirs.close)
+            closing.callback(child_socket.close)
             on_error = closing.enter_context(contextlib.ExitStack())
-            on_error.callback(ours.close)
+            on_error.callback(parent_socket.close)
             # waits: a socket that is connected
-            reader, writer = await asyncio.open_connection(sock=ours)
+            reader, writer = await asyncio.open_connection(sock=parent_socket)
             on_error.callback(writer.transport.abort)
             output = 2 if log is None else closing.enter_context(open(log, "ab", opener=_private))  # noqa: ASYNC230
-            told = ("" if log is None else str(log), str(log_bytes), str(os.getpid()), str(theirs.fileno()))
+            arguments = ("" if log is None else str(log), str(log_bytes), str(os.getpid()), str(child_socket.fileno()))
             # waits: the kernel answers
-            keeper = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", "-c", program(), *told, sys.executable, command, *sys.path),
+            subreaper = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", "-c", program(), *arguments, sys.executable, command, *sys.path),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(child_socket.fileno(),),
                 start_new_session=True,
                 env={**os.environ, **(environment or {})},
             )
-            theirs.close()
+            child_socket.close()
             try:
-                # waits: the keeper sends the child's process id at once, or has ended
+                # waits: the subreaper sends the child's process id at once, or has ended
                 (pid,) = HEADER.unpack(await reader.readexactly(HEADER.size))
             except BaseException as error:
-                await asyncio.shield(_ended(keeper))
+                await asyncio.shield(_end_subreaper(subreaper))
                 if isinstance(error, EOFError | OSError):
-                    raise ChildProcessError("a process could not be started: its keeper has ended") from error
+                    raise ChildProcessError("a process could not be started: its subreaper has ended") from error
                 raise
             on_error.pop_all()
-        return cls(keeper, pid, reader, writer)
+        return cls(subreaper, pid, reader, writer)
 
     def kill(self) -> None:
         """Kills the child and all processes it started. Idempotent."""
@@ -94,11 +93,11 @@ class ManagedProcess:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
-    async def gone(self) -> None:
+    async def wait_exit(self) -> None:
         """Waits until a killed child has ended, and closes the connection."""
         await asyncio.wait({self.exit}, timeout=_REAP_S)
         if not self.exit.done():
-            _log.warning("process %d is still there %g s after it was killed", self.pid, _REAP_S)
+            _log.warning("process %d is still running %g s after it was killed", self.pid, _REAP_S)
             self.exit.cancel()
         self.writer.transport.abort()
 
@@ -114,11 +113,11 @@ class ManagedProcess:
         return f"was killed by signal {-status}"
 
 
-async def _ended(keeper: asyncio.subprocess.Process) -> None:
-    """Ends a keeper and all processes that it has started."""
+async def _end_subreaper(subreaper: asyncio.subprocess.Process) -> None:
+    """Ends a subreaper and all processes that it has started."""
     for number in (PARENT_ENDED, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
-            keeper.send_signal(number)
+            subreaper.send_signal(number)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(keeper.wait(), _REAP_S)
+            await asyncio.wait_for(subreaper.wait(), _REAP_S)
             return

@@ -26,26 +26,26 @@ class MemoryLimit:
         """`limit_mb`: 0 for no limit. Create this before any thread is started."""
         self._limit_bytes = limit_mb << 20 if sys.platform == "linux" else 0
         self._threads = 0
-        self._leaving: deque[threading.Thread] = deque()
-        self._changing = threading.Lock()
+        self._ending_threads: deque[threading.Thread] = deque()
+        self._lock = threading.Lock()
         if self._limit_bytes:
             threading.stack_size(_STACK_BYTES)
-            _give_back_what_is_freed()
+            _return_freed_memory()
             self._start_bytes = _data_bytes()
             self._apply()
 
-    def thread_comes(self) -> None:
+    def add_thread(self) -> None:
         """Call this before an environment's thread is started."""
         if self._limit_bytes:
-            with self._changing:
+            with self._lock:
                 self._threads += 1
                 self._apply()
 
-    def thread_goes(self) -> None:
+    def remove_thread(self) -> None:
         """Call this in an environment's thread before it ends."""
         if self._limit_bytes:
-            with self._changing:
-                self._leaving.append(threading.current_thread())
+            with self._lock:
+                self._ending_threads.append(threading.current_thread())
                 self._apply()
 
     def is_short(self) -> bool:
@@ -55,22 +55,22 @@ class MemoryLimit:
         gc.collect()
         with contextlib.suppress(AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
-        return _data_bytes() > self._bound_bytes - self._limit_bytes // 2
+        return _data_bytes() > self._rlimit_bytes - self._limit_bytes // 2
 
     def _apply(self) -> None:
-        while self._leaving and not self._leaving[0].is_alive():  # a live thread still has its stack
-            self._leaving.popleft()
+        while self._ending_threads and not self._ending_threads[0].is_alive():  # a live thread still has its stack
+            self._ending_threads.popleft()
             self._threads -= 1
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        bound = self._bound_bytes if hard == resource.RLIM_INFINITY else min(self._bound_bytes, hard)
-        resource.setrlimit(resource.RLIMIT_DATA, (bound, hard))
+        limit = self._rlimit_bytes if hard == resource.RLIM_INFINITY else min(self._rlimit_bytes, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
     @property
-    def _bound_bytes(self) -> int:
+    def _rlimit_bytes(self) -> int:
         return self._start_bytes + self._limit_bytes + (self._threads + _SPARE_STACKS) * _STACK_BYTES
 
 
-def _give_back_what_is_freed() -> None:
+def _return_freed_memory() -> None:
     """Makes glibc return freed memory to the kernel, which would otherwise count it as used."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 128 << 10)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 R = TypeVar("R")
 
 
-async def together(coroutines: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
+async def structured_gather(coroutines: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
     """Runs coroutines concurrently and returns their results in order.
 
     If one fails, or the caller is cancelled, each running coroutine is cancelled once and awaited until it has cleaned
@@ -26,10 +26,10 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
     finally:
         for task in tasks:
             task.cancel()
-        await _ended(tasks)
+        await _await_all(tasks)
 
 
-async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
+async def _await_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
     """Returns when all tasks have ended; a cancellation of the caller is raised only then."""
     cancelled: asyncio.CancelledError | None = None
     while running := [task for task in tasks if not task.done()]:

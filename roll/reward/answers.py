@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from roll.config.errors import UserError
 from roll.data.task import Response, Task
-from roll.process.structured_gather import together
+from roll.process.structured_gather import structured_gather
 from roll.reward.base import RewardFn, ScoreFailure, check_answer
 from roll.reward.pool import GraderPool
 from roll.reward.reward_spec import RewardSpec
@@ -105,7 +105,7 @@ async def _tried(
             )
 
     async with GraderPool(source, deadline_s=deadline_s, tries=1, log=Path(os.devnull)) as pool:
-        await together(attempt(pool, task) for task in tasks)
+        await structured_gather(attempt(pool, task) for task in tasks)
     return {task.id: faults[task.id] for task in tasks if task.id in faults}
 
 

@@ -47,7 +47,7 @@ class Grader:
             await grader._load(source, memory_mb, deadline_s)
         except BaseException:
             grader.kill()
-            await asyncio.shield(grader.gone())
+            await asyncio.shield(grader.wait_exit())
             raise
         return grader
 
@@ -75,9 +75,9 @@ class Grader:
         """Ends the process and all its children, now. May be called again."""
         self._child.kill()
 
-    async def gone(self) -> None:
+    async def wait_exit(self) -> None:
         """Waits until a killed process has ended."""
-        await self._child.gone()
+        await self._child.wait_exit()
 
     async def _load(self, source: RewardSpec, memory_mb: int, deadline_s: float) -> None:
         try:

@@ -17,7 +17,7 @@ from typing import BinaryIO, cast
 
 from roll.config.errors import UserError
 from roll.data.task import Response, Task
-from roll.process.child_main import REASON_CHARS, command, connect, detail, reason, tell
+from roll.process.child_main import REASON_CHARS, command, connect, detail, log_failure, reason
 from roll.process.framing import read_payload
 from roll.process.memory_limit import MemoryLimit
 from roll.reward.base import (
@@ -78,7 +78,7 @@ def serve(stream: BinaryIO) -> None:
             answer = replace(answer, reason=why if setup.memory_mb else answer.reason, is_last=memory.is_short())
         write_answer(stream, answer)
         if isinstance(answer, GraderFailed):
-            tell(answer.detail)
+            log_failure(answer.detail)
 
 
 def judge(function: RewardFn, job: bytes) -> tuple[Answer, bool]:

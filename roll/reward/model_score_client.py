@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from roll.data.task import Response, Task
 from roll.process.child_main import reason
-from roll.process.structured_gather import together
+from roll.process.structured_gather import structured_gather
 from roll.reward.base import ScoreFailure
 from roll.reward.model_reward import ModelBackedReward, Said, ScoreBackend, ScoreTimeout
 from roll.reward.pool import pack
@@ -52,7 +52,7 @@ class ModelScoreClient:
         await asyncio.gather(*asked, return_exceptions=True)
 
     async def _ask(self, rewards: Mapping[str, ModelBackedReward], task: Task, response: Response) -> Said:
-        answers = await together(self._part(part, reward, task, response) for part, reward in rewards.items())
+        answers = await structured_gather(self._part(part, reward, task, response) for part, reward in rewards.items())
         return dict(zip(rewards, answers, strict=True))
 
     async def _part(self, part: str, reward: ModelBackedReward, task: Task, response: Response) -> Mapping[str, float]:

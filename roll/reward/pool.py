@@ -18,7 +18,7 @@ from typing import Any, Self
 from roll.config.errors import RunError
 from roll.data.task import Response, Task
 from roll.process.bounded_log import LIMIT_BYTES
-from roll.process.structured_gather import together
+from roll.process.structured_gather import structured_gather
 from roll.reward import ipc
 from roll.reward.base import ScoreFailure, Verdict
 from roll.reward.cache import VerdictCache
@@ -104,7 +104,7 @@ class GraderPool:
         """Starts all processes and loads the reward function in each. Raises `UserError` if it cannot be loaded."""
         self._ended = None
         try:
-            graders = await together(self._start_grader() for _ in range(self._workers))
+            graders = await structured_gather(self._start_grader() for _ in range(self._workers))
         except BaseException:
             await self.close()
             raise
@@ -249,7 +249,7 @@ class GraderPool:
 
     async def _retire(self, grader: Grader) -> None:
         grader.kill()
-        await grader.gone()
+        await grader.wait_exit()
         self._graders.discard(grader)
 
     def _end(self, error: RunError) -> None:

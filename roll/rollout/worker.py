@@ -26,7 +26,7 @@ from roll.data.tokenlog import branches
 from roll.model.chat import ChatRenderer
 from roll.model.find import find_model
 from roll.model.loading import context_of, load_tokenizer, stop_ids_of
-from roll.process.structured_gather import together
+from roll.process.structured_gather import structured_gather
 from roll.rollout.buffer_checkpoint import read_part, write_part
 from roll.rollout.early_stop import make_early_end
 from roll.rollout.engine_assignments import EngineAssignments
@@ -313,7 +313,7 @@ class RolloutWorker(Worker):
 
     async def _carry(self, held: _Held) -> None:
         try:
-            await together(self._carry_one(held, sample) for sample in held.samples)
+            await structured_gather(self._carry_one(held, sample) for sample in held.samples)
         except Exception as error:  # the next `report` raises it on the controller
             self._error = self._error or error
             self._outbox.has_report.set()

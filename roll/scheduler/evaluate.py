@@ -17,7 +17,7 @@ from roll.config.evaluation import HELD_OUT, EvalConfig, EvalSettings, set_of
 from roll.data.sample import Sample
 from roll.data.task import Task
 from roll.engine.request import seed_of
-from roll.process.structured_gather import together
+from roll.process.structured_gather import structured_gather
 from roll.rollout.lifecycle import Lifecycle
 from roll.scheduler.estimate import MeanEstimate, majority_at, mean_of, pass_at
 from roll.scheduler.rollout_pool import RolloutPool
@@ -268,7 +268,7 @@ class Evaluator:
         for sample in samples:
             self._lifecycle.move(sample, "queued")
         try:
-            await together(self._pool.run(s.id, [s], self._lifecycle, priority=PRIORITY) for s in samples)
+            await structured_gather(self._pool.run(s.id, [s], self._lifecycle, priority=PRIORITY) for s in samples)
             return Evaluation({name: await self._judged(name, asked) for name, asked in sets.items()}, step)
         finally:
             await self._pool.tokens.release(samples)

@@ -6,7 +6,7 @@ from roll.config.schema import Config
 from roll.data.sample import Sample
 from roll.data.task import Task
 from roll.engine.request import seed_of
-from roll.process.structured_gather import together
+from roll.process.structured_gather import structured_gather
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.transcript import Transcript
 from roll.scheduler.rollout_pool import RolloutPool
@@ -24,7 +24,7 @@ async def play(tasks: tuple[Task, ...], pool: RolloutPool, config: Config, episo
     for sample in samples:
         lifecycle.move(sample, "queued")
     try:
-        await together(pool.run(sample.id, [sample], lifecycle) for sample in samples)
+        await structured_gather(pool.run(sample.id, [sample], lifecycle) for sample in samples)
         return await pool.tokens.transcripts(samples)
     finally:
         await pool.tokens.release(samples)

@@ -96,7 +96,7 @@ def test_a_child_that_prints_without_end_fills_no_disk(tmp_path: Path, monkeypat
     with_child(tmp_path, monkeypatch, use)
 
 
-def test_a_process_without_a_keeper_has_a_writer_that_ends_with_it(tmp_path: Path) -> None:
+def test_a_process_without_a_subreaper_has_a_writer_that_ends_with_it(tmp_path: Path) -> None:
     writing = start_writer(tmp_path / "log", LIMIT)
     with subprocess.Popen(["sh", "-c", "echo said by a child"], stdout=writing):
         os.close(writing)

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import eventually, gone
 
-from roll.process.child_main import command, detail, reason, tell
+from roll.process.child_main import command, detail, log_failure, reason
 from roll.process.framing import HEADER, frame, read_payload
 from roll.process.managed_process import ManagedProcess
 
@@ -43,7 +43,7 @@ def with_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[M
             await asyncio.wait_for(use(child), 30)
         finally:
             child.kill()
-            await child.gone()
+            await child.wait_exit()
 
     asyncio.run(run())
 
@@ -131,8 +131,8 @@ def test_what_an_error_came_of_is_said_first() -> None:
 
 def test_each_failure_is_told_once_and_only_the_first_of_many(capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(100):
-        tell(f"failure {number}\n")
-        tell(f"failure {number}\n")
+        log_failure(f"failure {number}\n")
+        log_failure(f"failure {number}\n")
     told = capsys.readouterr().err.splitlines()
     assert told == [f"failure {number}" for number in range(len(told))]
     assert 10 <= len(told) < 100

@@ -28,7 +28,7 @@ class Deep:
 
 @pytest.mark.parametrize("value", [Attack(), Deep(), [1, {"a": Attack()}], OrderedDict(a=1), len, Verdict, b"x".join])
 def test_a_payload_that_names_anything_else_is_refused(value: Any) -> None:
-    with pytest.raises(pickle.UnpicklingError, match="is not among what this process may send"):
+    with pytest.raises(pickle.UnpicklingError, match="is not among the types that this process may send"):
         env_ipc.RESULTS.read(pickle.dumps(value))
 
 

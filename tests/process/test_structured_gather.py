@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from roll.process.structured_gather import together
+from roll.process.structured_gather import structured_gather
 
 
 async def turns(count: int) -> None:
@@ -64,8 +64,8 @@ class Work:
 
 def test_results_are_in_order_whoever_is_first() -> None:
     async def main() -> None:
-        assert await together(Work(count)() for count in (9, 2, 30, 0, 2)) == [9, 2, 30, 0, 2]
-        assert await together([]) == []
+        assert await structured_gather(Work(count)() for count in (9, 2, 30, 0, 2)) == [9, 2, 30, 0, 2]
+        assert await structured_gather([]) == []
 
     assert go(main()) == []
 
@@ -73,7 +73,7 @@ def test_results_are_in_order_whoever_is_first() -> None:
 def test_they_run_side_by_side() -> None:
     async def main() -> None:
         meeting = asyncio.Barrier(3)
-        assert sorted(await together(meeting.wait() for _ in range(3))) == [0, 1, 2]
+        assert sorted(await structured_gather(meeting.wait() for _ in range(3))) == [0, 1, 2]
 
     go(main())
 
@@ -85,9 +85,9 @@ def test_the_first_error_is_raised_after_the_others_have_cleaned_up() -> None:
 
     async def main() -> None:
         with pytest.raises(KeyError, match="first"):
-            await together(work() for work in (Work(1), others[0], *failing, *others[1:]))
+            await structured_gather(work() for work in (Work(1), others[0], *failing, *others[1:]))
         with pytest.raises(KeyError, match="at once"):
-            await together(work() for work in (Work(0, fails=KeyError("at once")), never_started))
+            await structured_gather(work() for work in (Work(0, fails=KeyError("at once")), never_started))
 
     assert go(main()) == []
     assert all(work.cleaned and work.cancelled == 1 for work in others)
@@ -102,7 +102,7 @@ def test_one_that_was_cancelled_by_somebody_else_ends_the_others_too() -> None:
 
     async def main() -> None:
         with pytest.raises(asyncio.CancelledError):
-            await together([other(), cancels_itself()])
+            await structured_gather([other(), cancels_itself()])
 
     assert go(main()) == []
     assert other.cleaned
@@ -114,7 +114,7 @@ def test_when_the_caller_is_cancelled_all_are_cancelled_once_and_clean_up_in_pea
     works = [Work(5), *(Work(1000, cleans=count) for count in range(0, 40, 5)), Work(1000, 3, late=ValueError("late"))]
 
     async def main() -> None:
-        call = asyncio.create_task(together(work() for work in works))
+        call = asyncio.create_task(structured_gather(work() for work in works))
         await turns(after)
         for wait in (0, *(() if again is None else (again, again))):
             await turns(wait)
@@ -133,7 +133,7 @@ def test_a_caller_cancelled_during_the_cleanup_after_an_error_hears_of_it_when_t
     failing, other = Work(3, fails=KeyError("first")), Work(1000, cleans=50)
 
     async def main() -> None:
-        call = asyncio.create_task(together([failing(), other()]))
+        call = asyncio.create_task(structured_gather([failing(), other()]))
         await turns(20)
         assert other.cancelled == 1
         assert not other.cleaned
@@ -152,7 +152,7 @@ def test_a_deadline_around_it_is_told_from_a_cancellation() -> None:
     async def main() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
-                await together([work()])
+                await structured_gather([work()])
 
     assert go(main()) == []
     assert work.cleaned

@@ -1,4 +1,4 @@
-"""The keeper: daemons of users' code end with the child, with its keepers and with the parent, and only then."""
+"""The subreaper: daemons of users' code end with the child, with its subreapers and with the parent, and only then."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def daemons(notes: Path) -> list[int]:
     return [int(line) for line in notes.read_text().split()]
 
 
-def keepers(child: ManagedProcess) -> tuple[int, int]:
+def subreapers(child: ManagedProcess) -> tuple[int, int]:
     """The outer one and the inner one."""
     inner = _parent(child.pid)
     return _parent(inner), inner
@@ -53,14 +53,15 @@ def _parent(pid: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "how", ["kill", "exit", "outer keeper killed", "inner keeper killed", "inner keeper killed, outer one stopped"]
+    "how",
+    ["kill", "exit", "outer subreaper killed", "inner subreaper killed", "inner subreaper killed, outer one stopped"],
 )
 def test_daemons_end_with_the_child_however_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     async def use(child: ManagedProcess) -> None:
         await said(child, start_daemons(tmp_path / "pids") + "say(1)")
         started = daemons(tmp_path / "pids")
         assert all(map(alive, started))
-        outer, inner = keepers(child)
+        outer, inner = subreapers(child)
         if how == "kill":
             child.kill()
         elif how == "exit":
@@ -101,10 +102,12 @@ asyncio.run(main())
     assert all(gone(each, 10) for each in (*started, pid))
 
 
-def test_signals_for_all_processes_of_a_job_leave_a_keeper_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signals_for_all_processes_of_a_job_leave_a_subreaper_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def use(child: ManagedProcess) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-            for pid in keepers(child):
+            for pid in subreapers(child):
                 os.kill(pid, number)
         assert await said(child, "say('here')") == "here"
 
