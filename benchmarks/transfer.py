@@ -38,7 +38,7 @@ from common import parser, report
 from roll.cluster import Cluster, Dispatch, Worker, WorkerPlacement, dispatch
 from roll.config.schema import RayConfig
 from roll.data import Batch, Sample, Task
-from roll.data.batch import LOGGED, TOKEN_COLUMNS
+from roll.data.batch import LOG_COLUMNS, TOKEN_COLUMNS
 from roll.data.remote_columns import ColumnBlock, Indices, cut_into_blocks
 from roll.weight_sync.broadcast import BroadcastGroup
 from roll.weight_sync.channel import ChannelKind
@@ -104,7 +104,7 @@ def weights(size: int, bucket_bytes: int, slots: int, threads: int, repeats: int
     return {path: moved / value / 1e9 for path, value in seconds.items()}
 
 
-TOKEN_BYTES = sum(np.dtype(TOKEN_COLUMNS[name]).itemsize for name in LOGGED)
+TOKEN_BYTES = sum(np.dtype(TOKEN_COLUMNS[name]).itemsize for name in LOG_COLUMNS)
 LONGEST = 32768
 
 
@@ -121,7 +121,7 @@ class Maker(Worker):
         lengths = np.minimum(chance.lognormal(9, 0.7, size // TOKEN_BYTES // 5000).astype(np.int64) + 1, LONGEST)
         self._lengths = lengths[np.cumsum(lengths) * TOKEN_BYTES <= size]
         sizes = [self._lengths[block].sum() for block in cut_into_blocks(self._lengths)]
-        self._blocks = [ColumnBlock({name: np.ones(n, TOKEN_COLUMNS[name]) for name in LOGGED}) for n in sizes]
+        self._blocks = [ColumnBlock({name: np.ones(n, TOKEN_COLUMNS[name]) for name in LOG_COLUMNS}) for n in sizes]
 
     @dispatch(Dispatch.ONE)
     def lengths(self) -> Indices:
@@ -136,12 +136,12 @@ class Reader(Worker):
     @dispatch(Dispatch.DATA, join=lambda results, parts, whole: sum(results))
     def look(self, batch: Batch) -> int:
         """Every row of every column, without reading them."""
-        return sum(row.nbytes for name in LOGGED for row in batch.rows(name))
+        return sum(row.nbytes for name in LOG_COLUMNS for row in batch.rows(name))
 
     @dispatch(Dispatch.DATA, join=lambda results, parts, whole: sum(results))
     def join(self, batch: Batch) -> int:
         """Every column in one array."""
-        return sum(batch[name].nbytes for name in LOGGED)
+        return sum(batch[name].nbytes for name in LOG_COLUMNS)
 
 
 async def batches(size: int, repeats: int) -> dict[str, float]:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from roll.data.remote_columns import Array, ColumnBlock, Fetch, Indices, TokenColumn, blocks_of, resolve
-from roll.data.routes import NO_ROUTES, alike
+from roll.data.routes import NO_ROUTES, to_common_width
 from roll.data.sample import Sample
 from roll.data.tokenlog import BoolArray, FloatArray, IntArray
 
@@ -71,7 +71,7 @@ their own (`routes.py`)."""
 
 _TYPES = {**SAMPLE_COLUMNS, **TURN_COLUMNS, **TOKEN_COLUMNS}
 
-LOGGED = ("ids", "loss_mask", "behaviour", "versions", "turn", "routes")
+LOG_COLUMNS = ("ids", "loss_mask", "behaviour", "versions", "turn", "routes")
 """The token columns that a token log has."""
 
 Column = Array | TokenColumn
@@ -87,19 +87,21 @@ class Batch:
     """Sample and turn columns are arrays; token columns are `TokenColumn`s, even if an array was given."""
 
     def __post_init__(self) -> None:
-        made: dict[str, Column] = {}
+        columns: dict[str, Column] = {}
         for name, values in self.columns.items():
             expected = self._size(name)
             if isinstance(values, TokenColumn):
-                if name not in TOKEN_COLUMNS or len(values.which) != len(self):
-                    raise ValueError(f"column {name!r} has {len(values.which)} samples' tokens, expected {len(self)}")
+                if name not in TOKEN_COLUMNS or len(values.block_index) != len(self):
+                    raise ValueError(
+                        f"column {name!r} has {len(values.block_index)} samples' tokens, expected {len(self)}"
+                    )
             elif values.shape[:1] != (expected,) or values.ndim != (2 if name == "routes" else 1):
-                wanted = f"({expected}, width)" if name == "routes" else f"({expected},)"
-                raise ValueError(f"column {name!r} has shape {values.shape}, expected {wanted}")
+                expected_shape = f"({expected}, width)" if name == "routes" else f"({expected},)"
+                raise ValueError(f"column {name!r} has shape {values.shape}, expected {expected_shape}")
             elif name in TOKEN_COLUMNS:
                 values = TokenColumn.flat(values, self.offsets)
-            made[name] = values
-        object.__setattr__(self, "columns", made)
+            columns[name] = values
+        object.__setattr__(self, "columns", columns)
 
     def _size(self, name: str) -> int:
         _dtype(name)
@@ -112,7 +114,7 @@ class Batch:
         return Batch, (self.offsets, {n: self._compact(n, c) for n, c in self.columns.items()})
 
     def _compact(self, name: str, column: Column) -> Column:
-        return self[name] if isinstance(column, TokenColumn) and column.is_here else column
+        return self[name] if isinstance(column, TokenColumn) and column.is_local else column
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample]) -> Batch:
@@ -127,10 +129,11 @@ class Batch:
         samples: Sequence[Sample],
         lengths: Sequence[int] | Indices,
         blocks: Sequence[ColumnBlock],
-        which: Indices,
+        block_index: Indices,
         starts: Indices,
     ) -> Batch:
-        """A batch of samples whose token logs are in blocks: `lengths` tokens from `starts` on of block `which`."""
+        """A batch of samples whose token logs are in blocks: `lengths` tokens from `starts` on of the block at
+        `block_index`."""
         columns: dict[str, Column] = {
             "sample": np.array([s.id for s in samples], np.str_),
             "task": np.array([s.task.id for s in samples], np.str_),
@@ -143,8 +146,8 @@ class Batch:
             "turns": np.array([s.turns for s in samples], np.int64),
             **_turn_columns(samples),
         }
-        for name in LOGGED:
-            columns[name] = TokenColumn(tuple(blocks), which, starts, name)
+        for name in LOG_COLUMNS:
+            columns[name] = TokenColumn(tuple(blocks), block_index, starts, name)
         return cls(_offsets(lengths), columns)
 
     def __len__(self) -> int:
@@ -156,7 +159,7 @@ class Batch:
     def __getitem__(self, name: str) -> Array:
         """A column as one array. A token column in several pieces is copied into one; `rows` copies nothing."""
         column = self._column(name)
-        return column.gathered(self.lengths, _none(name)) if isinstance(column, TokenColumn) else column
+        return column.gather(self.lengths, _empty_column(name)) if isinstance(column, TokenColumn) else column
 
     def _column(self, name: str) -> Column:
         if name not in self.columns:
@@ -198,7 +201,7 @@ class Batch:
         column = self._column(name)
         if isinstance(column, TokenColumn):
             return column.rows(self.lengths)
-        assert name in TURN_COLUMNS, f"{name!r} has one value a sample"
+        assert name in TURN_COLUMNS, f"{name!r} has one value per sample"
         return [column[begin:end] for begin, end in pairwise(self.turn_offsets)]
 
     def sum_tokens(self, values: Array) -> Array:
@@ -209,7 +212,7 @@ class Batch:
     def with_columns(self, **columns: Column) -> Batch:
         """The same samples with columns added or replaced; a column's name determines its kind."""
         cast = {
-            name: values if isinstance(values, TokenColumn) else np.asarray(values, dtype=_given_type(name))
+            name: values if isinstance(values, TokenColumn) else np.asarray(values, dtype=_cast_dtype(name))
             for name, values in columns.items()
         }
         return Batch(self.offsets, {**self.columns, **cast})
@@ -218,17 +221,19 @@ class Batch:
         """The samples at `indices`, in that order. Token values are not copied."""
         chosen = np.asarray(indices, dtype=np.int64)
         if len(chosen) and (chosen.min() < 0 or chosen.max() >= len(self)):
-            raise IndexError(f"samples {chosen.min()} to {chosen.max()} were asked for, but the batch has {len(self)}")
-        return Batch(_offsets(self.lengths[chosen]), {n: self._of(n, c, chosen) for n, c in self.columns.items()})
+            raise IndexError(f"samples {chosen.min()} to {chosen.max()} were requested, but the batch has {len(self)}")
+        return Batch(
+            _offsets(self.lengths[chosen]), {n: self._select_column(n, c, chosen) for n, c in self.columns.items()}
+        )
 
-    def _of(self, name: str, column: Column, samples: Indices) -> Column:
+    def _select_column(self, name: str, column: Column, samples: Indices) -> Column:
         if isinstance(column, TokenColumn):
             return column.select(samples)
-        return column[_spanned(self.turn_offsets, samples) if name in TURN_COLUMNS else samples]
+        return column[_span_positions(self.turn_offsets, samples) if name in TURN_COLUMNS else samples]
 
     def token_indices(self, indices: Indices) -> Indices:
         """The positions of the tokens of the samples at `indices` in a flat token column, in that order."""
-        return _spanned(self.offsets, indices)
+        return _span_positions(self.offsets, indices)
 
     def resolved(self, fetch: Fetch) -> Batch:
         """The batch with all its tokens in this process."""
@@ -252,7 +257,7 @@ class Batch:
                 raise ValueError(f"the batches differ in their columns: {', '.join(differing)}")
         ends = np.cumsum([len(batch) for batch in batches])
         parts = [np.arange(end - len(batch), end) for end, batch in zip(ends, batches, strict=True)]
-        columns = {name: _joined([batch.columns[name] for batch in batches], parts) for name in names}
+        columns = {name: _concat_columns([batch.columns[name] for batch in batches], parts) for name in names}
         return Batch(_offsets(np.concatenate([batch.lengths for batch in batches])), columns)
 
     def split(self, parts: int) -> list[Indices]:
@@ -277,9 +282,11 @@ def balanced_split(lengths: Sequence[int] | Indices, parts: int) -> list[Indices
 def token_block(samples: Sequence[Sample], mask_below: int = 0) -> ColumnBlock:
     """The token logs of samples, concatenated; tokens of versions before `mask_below` are masked."""
     columns: dict[str, Array] = {}
-    for name in LOGGED:
+    for name in LOG_COLUMNS:
         parts = [getattr(sample.log, name) for sample in samples]
-        columns[name] = np.concatenate(alike(parts) if name == "routes" else parts) if parts else _none(name)
+        columns[name] = (
+            np.concatenate(to_common_width(parts) if name == "routes" else parts) if parts else _empty_column(name)
+        )
     if mask_below > 0:
         columns["loss_mask"] = columns["loss_mask"] & (columns["versions"] >= mask_below)
     return ColumnBlock(columns)
@@ -298,10 +305,10 @@ def _turn_columns(samples: Sequence[Sample]) -> dict[str, Column]:
     }
 
 
-def _joined(columns: Sequence[Column], parts: Sequence[Indices]) -> Column:
+def _concat_columns(columns: Sequence[Column], parts: Sequence[Indices]) -> Column:
     tokens = [column for column in columns if isinstance(column, TokenColumn)]
     if tokens:
-        return TokenColumn.joined(tokens, parts)
+        return TokenColumn.concat(tokens, parts)
     return np.concatenate([column for column in columns if not isinstance(column, TokenColumn)])
 
 
@@ -309,18 +316,18 @@ def _offsets(lengths: Sequence[int] | Indices) -> Indices:
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
 
-def _spanned(offsets: Indices, indices: Indices) -> Indices:
+def _span_positions(offsets: Indices, indices: Indices) -> Indices:
     """The positions from `offsets[i]` to `offsets[i + 1]`, for each i of the indices."""
     parts = [np.arange(offsets[i], offsets[i + 1]) for i in indices]
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
-def _none(name: str) -> Array:
+def _empty_column(name: str) -> Array:
     """A column of no values."""
     return NO_ROUTES if name == "routes" else np.zeros(0, _dtype(name))
 
 
-def _given_type(name: str) -> Any:
+def _cast_dtype(name: str) -> Any:
     """The type that a column's values are converted to; None if they keep their type."""
     return None if name == "routes" else _dtype(name)
 

@@ -29,8 +29,8 @@ def boxed(text: str) -> str | None:
         elif token[0] == "{":
             opened.append(None)
         elif token[0] == "}" and opened:
-            begun = opened.pop()
-            if begun is not None:
-                found = text[begun : token.start()].strip()
+            start = opened.pop()
+            if start is not None:
+                found = text[start : token.start()].strip()
         token = _TOKENS.search(text, end)
     return found

@@ -34,10 +34,10 @@ class Chat:
             raise ValueError("no token of it is a response")
 
     @classmethod
-    def of(cls, id: str, *said: str) -> Chat:
+    def of(cls, id: str, *texts: str) -> Chat:
         """A chat in which user and assistant alternate."""
         roles = ("user", "assistant")
-        return cls(id, tuple(Message(role=roles[i % 2], content=text) for i, text in enumerate(said)))
+        return cls(id, tuple(Message(role=roles[i % 2], content=text) for i, text in enumerate(texts)))
 
     @classmethod
     def of_task(cls, task: Task) -> Chat:
@@ -57,8 +57,8 @@ def _check_messages(messages: Sequence[Message]) -> None:
             raise ValueError(f"{message!r:.100} is no message: write a role and a content")
         if not isinstance(message["role"], str) or not isinstance(message["content"], str):
             raise ValueError(f"role and content of a message are text, not {message!r:.100}")
-    said = [message["role"] == "assistant" for message in messages]
-    if not any(said):
+    from_assistant = [message["role"] == "assistant" for message in messages]
+    if not any(from_assistant):
         raise ValueError("no message in it is the assistant's: there is nothing to imitate")
-    if said[0]:
+    if from_assistant[0]:
         raise ValueError("its first message is the assistant's, who needs something to answer")

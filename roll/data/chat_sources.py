@@ -23,12 +23,12 @@ from roll.data.chat import Chat
 from roll.data.file_layout import ROW_MB, FileLayout
 from roll.data.row_task import name_in
 from roll.data.rows import TABLES, GivenRows, is_table, read_rows
-from roll.data.sources import SOURCES, Split, call_source, check_options, find_generator, name_of
+from roll.data.sources import SOURCES, Split, call_source, check_options, find_generator, source_name
 from roll.data.task import Message, Task
 from roll.data.tokenlog import TokenLog
 
 ChatSource = Callable[..., Iterable[Any]]
-ELSEWHERE = {"demonstrations": "roll.env.demonstrations:demonstrations", "dagger": "roll.env.dagger:dagger"}
+EXTERNAL_SOURCES = {"demonstrations": "roll.env.demonstrations:demonstrations", "dagger": "roll.env.dagger:dagger"}
 """Sources that other folders implement."""
 
 
@@ -42,15 +42,15 @@ class ChatSet:
 
 def load_chats(config: DataConfig, source: ChatSource | None = None, root: str = "") -> ChatSet:
     """All conversations of a source; `source` replaces the one the config names, whose files are resolved from `root`."""
-    options, name = dict(config.options), name_of(config.source, source)
+    options, name = dict(config.options), source_name(config.source, source)
     if source is None:
         source, options = _find_source(config.source, options, root)
     check_options("data", name, source, options)
     options = resolved(options, "data.options")
     chats: dict[Split, tuple[Chat, ...]] = {}
     for split in ("train", "held_out"):
-        given = call_source("data", name, source, split, options)
-        chats[split] = tuple(_as_chat(name, split, number, one) for number, one in enumerate(given))
+        conversations = call_source("data", name, source, split, options)
+        chats[split] = tuple(_as_chat(name, split, number, one) for number, one in enumerate(conversations))
         _check_ids(name, split, chats[split])
     if not chats["train"]:
         raise UserError(f"data: the source {name!r} has no conversations to train on")
@@ -83,30 +83,30 @@ def chat_file(
     if not 0 <= held_out < 1:
         raise UserError(f"data.options: held_out is {held_out}: write a share from 0 to below 1")
     layout = FileLayout(tuple(columns), rows, delimiter, quotes, row_mb=row_mb)
-    found = read_rows(path, "data.source", subset=subset, part=part, layout=layout, root=root)
-    for position, (place, row) in enumerate((row.place, row.values) for row in found):
+    rows_read = read_rows(path, "data.source", subset=subset, part=part, layout=layout, root=root)
+    for position, (location, row) in enumerate((row.location, row.values) for row in rows_read):
         if (int((position + 1) * held_out) > int(position * held_out)) != (split == "held_out"):
             continue
         name = f"row-{position + 1}"
         try:
             if id:
-                name = name_in(place, id, row[id])
+                name = name_in(location, id, row[id])
             if messages in row:
                 yield Chat(name, tuple(row[messages]))
             elif ids in row:
                 yield Chat(name, log=_token_log(row[ids], row[loss_mask]))
             else:
-                asked, answer = row[prompt], Message(role="assistant", content=row[response])
-                opening = (Message(role="user", content=asked),) if isinstance(asked, str) else tuple(asked)
+                question, answer = row[prompt], Message(role="assistant", content=row[response])
+                opening = (Message(role="user", content=question),) if isinstance(question, str) else tuple(question)
                 yield Chat(name, (*opening, answer))
         except KeyError as error:
             named = f"{messages!r}, {ids!r} and {loss_mask!r}, or {prompt!r} and {response!r}"
             raise UserError(
-                f"{place}: there is no column {error}; a conversation is in {named}, and the row has {', '.join(row)}: "
-                "write the names of its columns in data.options"
+                f"{location}: there is no column {error}; a conversation is in {named}, and the row has "
+                f"{', '.join(row)}: write the names of its columns in data.options"
             ) from error
         except (TypeError, ValueError) as error:
-            raise UserError(f"{place}: {error}") from error
+            raise UserError(f"{location}: {error}") from error
 
 
 def _find_source(name: str, options: dict[str, Any], root: str) -> tuple[ChatSource, dict[str, Any]]:
@@ -114,9 +114,9 @@ def _find_source(name: str, options: dict[str, Any], root: str) -> tuple[ChatSou
         return found
     if is_table(name, root):
         return functools.partial(chat_file, root=root), {"path": name, **options}
-    if name in ELSEWHERE:
-        return functools.partial(load_user_code(ELSEWHERE[name], what="data.source"), root=root), options
-    return load_user_code(name, what="data.source", known=[*SOURCES, *ELSEWHERE, *TABLES], root=root), options
+    if name in EXTERNAL_SOURCES:
+        return functools.partial(load_user_code(EXTERNAL_SOURCES[name], what="data.source"), root=root), options
+    return load_user_code(name, what="data.source", known=[*SOURCES, *EXTERNAL_SOURCES, *TABLES], root=root), options
 
 
 def _as_chat(source: str, split: Split, number: int, given: Any) -> Chat:
@@ -148,4 +148,4 @@ def _token_log(ids: Sequence[int], loss_mask: Sequence[bool]) -> TokenLog:
         raise ValueError(f"it has {len(ids)} token ids and {len(loss_mask)} values of the loss mask")
     if not all(type(i) is int and i >= 0 for i in ids) or not all(m in (0, 1) for m in loss_mask):
         raise ValueError("token ids are whole numbers from 0 on, and the loss mask is of 0 and 1")
-    return TokenLog.imitated(ids, [bool(m) for m in loss_mask])
+    return TokenLog.from_loss_mask(ids, [bool(m) for m in loss_mask])

@@ -45,7 +45,7 @@ class Choices:
     @classmethod
     def of(cls, published: Any) -> Choices:
         """Choices in any of the published forms, or in one of them as JSON text; `ValueError` says what is wrong."""
-        value = _parsed(published) if isinstance(published, str) else published
+        value = _parse(published) if isinstance(published, str) else published
         if hasattr(value, "tolist"):
             value = value.tolist()
         if isinstance(value, Mapping):
@@ -73,14 +73,14 @@ class Choices:
     @classmethod
     def labelled_by(cls, texts: Mapping[str, Any]) -> Choices:
         """Texts by their labels; a label without a text (null) is none of the choices."""
-        there = {label: text for label, text in texts.items() if text is not None}
-        return cls(tuple(map(_label, there)), tuple(map(_text, there.values())))
+        present = {label: text for label, text in texts.items() if text is not None}
+        return cls(tuple(map(_label, present)), tuple(map(_text, present.values())))
 
     @property
     def letters(self) -> str:
         """The letter of each choice, by which a response names it."""
-        own = all(len(label) == 1 and label in ALPHABET for label in self.labels)
-        return "".join(self.labels) if own else ALPHABET[: len(self.labels)]
+        are_letters = all(len(label) == 1 and label in ALPHABET for label in self.labels)
+        return "".join(self.labels) if are_letters else ALPHABET[: len(self.labels)]
 
     @property
     def by_letter(self) -> dict[str, str]:
@@ -126,11 +126,11 @@ class Choices:
         return self.labels.index(label) if label in self.labels else None
 
     def _by_index(self, answer: Any) -> int | None:
-        index = _whole(answer)
+        index = _integer(answer)
         return index if index is not None and 0 <= index < len(self.texts) else None
 
     def _by_number(self, answer: Any) -> int | None:
-        number = _whole(answer)
+        number = _integer(answer)
         return number - 1 if number is not None and 1 <= number <= len(self.texts) else None
 
     def _by_text(self, answer: Any) -> int | None:
@@ -140,7 +140,7 @@ class Choices:
 
 def _label(value: Any) -> str:
     """`(b)`, `B.` and `b` are the label B; 3 and 3.0 are the label 3."""
-    whole = _whole(value)
+    whole = _integer(value)
     text = str(value if whole is None else whole).strip()
     bare = text.strip("()[].: ")
     return (bare.upper() if len(bare) == 1 else bare) or text
@@ -152,7 +152,7 @@ def _text(value: Any) -> str:
     return str(value).strip()
 
 
-def _whole(value: Any) -> int | None:
+def _integer(value: Any) -> int | None:
     """A whole number, however written: 3, 3.0, `3`."""
     if isinstance(value, bool):
         return None
@@ -171,7 +171,7 @@ def _first(value: Mapping[str, Any], keys: Sequence[str]) -> Any:
     return next((value[key] for key in keys if key in value), None)
 
 
-def _parsed(text: str) -> Any:
+def _parse(text: str) -> Any:
     """The value of text that is JSON, or a Python list or dictionary. In an array as NumPy prints it (`['ice' 'fog']`),
     Python would concatenate the texts."""
     joined = re.search(r"""['"]\s+['"]""", text)

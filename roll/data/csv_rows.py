@@ -33,8 +33,8 @@ def csv_rows(path: Path, layout: FileLayout) -> Iterator[tuple[int, dict[str, An
         names, records = _header(path, line, first), records[1:]
     for line, fields in records:
         if len(fields) != len(names):
-            have = f"{len(names)} columns ({', '.join(names)})"
-            raise UserError(f"{path}:{line}: the row has {len(fields)} fields, but there are {have}")
+            columns = f"{len(names)} columns ({', '.join(names)})"
+            raise UserError(f"{path}:{line}: the row has {len(fields)} fields, but there are {columns}")
         yield line, {name: field if field.strip() else None for name, field in zip(names, fields, strict=True)}
 
 
@@ -77,10 +77,10 @@ def _lines(path: Path, layout: FileLayout) -> Iterator[str]:
 
 def _header(path: Path, line: int, fields: Sequence[str]) -> list[str]:
     names = [field.strip() or f"column {number}" for number, field in enumerate(fields, 1)]
-    twice = next((name for position, name in enumerate(names) if name in names[:position]), None)
-    if twice is not None:
+    duplicate = next((name for position, name in enumerate(names) if name in names[:position]), None)
+    if duplicate is not None:
         raise UserError(
-            f"{path}:{line}: the header names the column {twice!r} twice: rename one; for a file without a header write "
-            "the option columns: [question, …, answer]"
+            f"{path}:{line}: the header names the column {duplicate!r} twice: rename one; for a file without a header "
+            "write the option columns: [question, …, answer]"
         )
     return names

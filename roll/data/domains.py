@@ -13,7 +13,7 @@ from dataclasses import replace
 from roll.config.domains import DomainConfig, SourceConfig
 from roll.config.errors import UserError
 from roll.config.suggest import did_you_mean
-from roll.data.sources import ELSEWHERE, TaskSet, find_generator, load_splits
+from roll.data.sources import EXTERNAL_SOURCES, TaskSet, find_generator, load_splits
 from roll.data.task import Task
 
 UNLABELLED = Task.domain
@@ -49,35 +49,36 @@ def domains_of(tasks: Sequence[Task]) -> list[str]:
 def first_of_each(tasks: Sequence[Task], count: int) -> list[Task]:
     """The first `count` tasks of every domain, to check instead of all."""
     seen: dict[str, int] = {}
-    found: list[Task] = []
+    chosen: list[Task] = []
     for task in tasks:
         seen[task.domain] = seen.get(task.domain, 0) + 1
         if seen[task.domain] <= count:
-            found.append(task)
-    return found
+            chosen.append(task)
+    return chosen
 
 
 def _load(name: str, config: SourceConfig, root: str) -> TaskSet:
-    with naming(f"domains.{name}", f"domains.{name}.tasks"):
+    with prefix_errors(f"domains.{name}", f"domains.{name}.tasks"):
         return load_splits(config, root=root)
 
 
 @contextmanager
-def naming(where: str, tasks: str) -> Iterator[None]:
-    """Makes errors of a source name its setting: `tasks` in a message becomes the section `tasks`."""
+def prefix_errors(section: str, tasks: str) -> Iterator[None]:
+    """Makes the errors of a source name its setting: a leading `tasks` in a message becomes the argument `tasks`; other
+    messages get the prefix `section`."""
     try:
         yield
     except UserError as error:
         text = str(error)
-        said = f"{tasks}{text.removeprefix('tasks')}" if text.startswith("tasks") else f"{where}: {text}"
-        raise UserError(said) from error.__cause__
+        message = f"{tasks}{text.removeprefix('tasks')}" if text.startswith("tasks") else f"{section}: {text}"
+        raise UserError(message) from error.__cause__
 
 
 def _of_domains(
     section: str, config: SourceConfig, tasks: Sequence[Task], domains: Mapping[str, DomainConfig]
 ) -> Iterator[Task]:
     """The tasks of a section's source with their domains: the section's, unless the source names another."""
-    labelled = find_generator(config.source, {}) is None and config.source not in ELSEWHERE
+    labelled = find_generator(config.source, {}) is None and config.source not in EXTERNAL_SOURCES
     for task in tasks:
         domain = task.domain if labelled and task.domain != UNLABELLED else section
         if domain not in domains:

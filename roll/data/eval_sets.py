@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from roll.config.errors import UserError
 from roll.config.evaluation import EvalSetConfig, domain_of, set_of
-from roll.data.domains import naming
+from roll.data.domains import prefix_errors
 from roll.data.rows import is_table
 from roll.data.sources import TaskSet, load_splits
 from roll.data.task import Task
@@ -35,9 +35,9 @@ def with_eval_sets(tasks: TaskSet, sets: Mapping[str, EvalSetConfig], root: str 
         found = _load(name, config, root)
         skipped += found.skipped
         for task in found.held_out:
-            asked = replace(task, id=f"{name}/{task.id}", domain=domain_of(name))
-            labels[asked.id] = task.domain
-            held_out.append(asked)
+            set_task = replace(task, id=f"{name}/{task.id}", domain=domain_of(name))
+            labels[set_task.id] = task.domain
+            held_out.append(set_task)
     return replace(tasks, held_out=tuple(held_out), labels=labels, skipped=tuple(dict.fromkeys(skipped)))
 
 
@@ -46,7 +46,7 @@ def _load(name: str, config: EvalSetConfig, root: str) -> TaskSet:
     whole = is_table(config.source, root) and "held_out" not in config.options
     if whole:
         config = config.model_copy(update={"options": {**config.options, "held_out": 0}})
-    with naming(f"eval.sets.{name}", f"eval.sets.{name}"):
+    with prefix_errors(f"eval.sets.{name}", f"eval.sets.{name}"):
         found = load_splits(config, root=root)
     tasks = found.train if whole else found.held_out
     if not tasks:

@@ -11,7 +11,7 @@ from pathlib import Path
 from roll.config.errors import UserError
 
 ROW_MB = 16
-_ROWS_OF_A_FILE = 16
+_MAX_ROWS_PER_FILE = 16
 
 
 @dataclass(frozen=True)
@@ -47,31 +47,31 @@ class FileLayout:
 def read_text(path: Path, layout: FileLayout) -> str:
     """The text of a file that is read as a whole, in UTF-8, or in UTF-16 if it has that byte order mark; without the
     mark."""
-    most, size = layout.row_mb * _ROWS_OF_A_FILE, path.stat().st_size >> 20
-    if size >= most:
+    max_mib, size = layout.row_mb * _MAX_ROWS_PER_FILE, path.stat().st_size >> 20
+    if size >= max_mib:
         raise UserError(
-            f"{path}: it has {size} MiB, of at most {most} in a file that is read whole: write JSON lines (.jsonl), one "
-            f"row each, or the option row_mb: {size // _ROWS_OF_A_FILE + 1}"
+            f"{path}: it has {size} MiB, of at most {max_mib} in a file that is read whole: write JSON lines (.jsonl), "
+            f"one row each, or the option row_mb: {size // _MAX_ROWS_PER_FILE + 1}"
         )
-    return "".join(text_lines(path, FileLayout(row_mb=most)))
+    return "".join(text_lines(path, FileLayout(row_mb=max_mib)))
 
 
 def text_lines(path: Path, layout: FileLayout) -> Iterator[str]:
     """The lines of a text file with their newlines, without the byte order mark. No line longer than a row may be is
     read."""
-    most = layout.row_mb << 20
+    max_bytes = layout.row_mb << 20
     try:
         with path.open("rb") as file:
             mark = file.read(2)
             if mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
                 file.seek(0)
-                yield from _wide_lines(path, io.TextIOWrapper(file, "utf-16", newline="\n"), most)
+                yield from _wide_lines(path, io.TextIOWrapper(file, "utf-16", newline="\n"), max_bytes)
                 return
             file.seek(len(codecs.BOM_UTF8) if mark + file.read(1) == codecs.BOM_UTF8 else 0)
             number = 0
-            while line := file.readline(most + 1):
+            while line := file.readline(max_bytes + 1):
                 number += 1
-                if len(line) > most:
+                if len(line) > max_bytes:
                     raise _too_long(path, number, layout.row_mb)
                 yield _decoded(path, number, line)
     except OSError as error:
@@ -88,17 +88,17 @@ def _decoded(path: Path, number: int, line: bytes) -> str:
     return text
 
 
-def _wide_lines(path: Path, file: io.TextIOWrapper, most: int) -> Iterator[str]:
+def _wide_lines(path: Path, file: io.TextIOWrapper, max_chars: int) -> Iterator[str]:
     number = 0
     try:
-        while line := file.readline(most + 1):
+        while line := file.readline(max_chars + 1):
             number += 1
-            if len(line) > most:
-                raise _too_long(path, number, most >> 20)
+            if len(line) > max_chars:
+                raise _too_long(path, number, max_chars >> 20)
             yield line
     except UnicodeError as error:
-        said = getattr(error, "reason", error)
-        raise UserError(f"{path}:{number + 1}: not UTF-16 text ({said}): save the file as UTF-8") from error
+        reason = getattr(error, "reason", error)
+        raise UserError(f"{path}:{number + 1}: not UTF-16 text ({reason}): save the file as UTF-8") from error
 
 
 def _too_long(path: Path, number: int, row_mb: int) -> UserError:

@@ -50,11 +50,11 @@ def metric_of(value: Any, what: str, if_async: str = "was an `await` forgotten?"
 def finite(value: Any, what: str, if_async: str) -> float:
     """A value as a finite number; raises a `ValueError` that says, after `what`, why it is none."""
     if not hasattr(value, "__float__"):
-        raise ValueError(f"{what} {named(value)}, not a number{hint(value, if_async)}")
+        raise ValueError(f"{what} {describe(value)}, not a number{hint(value, if_async)}")
     try:
         number = float(value)
     except Exception as error:
-        raise ValueError(f"{what} {short(value)}, which is not one number: {error}") from error
+        raise ValueError(f"{what} {short_repr(value)}, which is not one number: {error}") from error
     if not math.isfinite(number):
         raise ValueError(f"{what} {number}, not a finite number")
     return number
@@ -68,15 +68,15 @@ def hint(value: object, if_async: str = "was an `await` forgotten?") -> str:
     return ": is a `return` missing?" if value is None else ""
 
 
-def named(value: object) -> str:
+def describe(value: object) -> str:
     """A value and its type, for a message."""
     kind = type(value).__name__
     if value is None:
         return "None"
-    return f"a {kind}" if isinstance(value, CoroutineType) else f"{short(value)} ({kind})"
+    return f"a {kind}" if isinstance(value, CoroutineType) else f"{short_repr(value)} ({kind})"
 
 
-def short(value: object, limit: int = 80) -> str:
+def short_repr(value: object, limit: int = 80) -> str:
     """The beginning of a value's repr. A number of thousands of digits has none, and a user's repr may raise anything."""
     try:
         text = KNOWN.without(repr(value))  # before it is cut: a part of a secret would not be recognised

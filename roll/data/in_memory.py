@@ -55,13 +55,13 @@ def _source(what: str, given: Any, of_items: Callable[[list[Any]], Source]) -> S
         raise UserError(
             f"{what} is a dict with {names}: write train and one of {', '.join(HELD_OUT)}, or the settings of a source"
         )
-    others = [name for name in HELD_OUT if name in given]
-    if len(others) > 1:
-        raise UserError(f"{what} has {' and '.join(others)}: leave out all but the one that is held out")
+    held_out_keys = [name for name in HELD_OUT if name in given]
+    if len(held_out_keys) > 1:
+        raise UserError(f"{what} has {' and '.join(held_out_keys)}: leave out all but the one that is held out")
     train = _source(f"{what}['train']", given["train"], of_items)
-    if not others:
+    if not held_out_keys:
         return train
-    return _Splits(what, train, _source(f"{what}[{others[0]!r}]", given[others[0]], of_items))
+    return _Splits(what, train, _source(f"{what}[{held_out_keys[0]!r}]", given[held_out_keys[0]], of_items))
 
 
 def _is_function(given: Any) -> bool:
@@ -158,21 +158,23 @@ class _Splits:
 
     def __call__(self, split: str, **options: Any) -> Iterable[Any]:
         if "held_out" in options:
-            raise UserError(f"{self.what} has what is held out, so that the option held_out has no meaning: leave it out")
+            raise UserError(
+                f"{self.what} names its own held-out items, so the option held_out has no meaning: leave it out"
+            )
         if split == "train":
             return _all_of(self.train, options)
-        return [_apart(item) for item in _all_of(self.held_out, options)]
+        return [_with_held_out_id(item) for item in _all_of(self.held_out, options)]
 
 
 def _all_of(source: Source, options: Mapping[str, Any]) -> Iterable[Any]:
     """All items of a list or a table; for a function, its training items."""
-    return source("train", **options) if _is_users(source) else source("train", held_out=0, **options)
+    return source("train", **options) if _is_user_source(source) else source("train", held_out=0, **options)
 
 
-def _is_users(source: Source) -> bool:
+def _is_user_source(source: Source) -> bool:
     return not isinstance(source, _Listed | _Table)
 
 
-def _apart(item: Any) -> Any:
+def _with_held_out_id(item: Any) -> Any:
     """The item with an id that no training row has."""
     return replace(item, id=f"held_out/{item.id}") if isinstance(item, Task | Chat) else item

@@ -34,24 +34,32 @@ def reasoning_gym(
     All other options are the family's own. A task's domain is its family."""
     if not isinstance(count, int) or not isinstance(held_out, int) or count < 1 or held_out < 0:
         raise UserError(f"tasks.options: count={count}, held_out={held_out}: write a count above 0, held_out not below")
-    wanted = _families(families, parameters)
-    weights = [Fraction(str(weight)) for weight, _ in wanted.values()]
-    trained, kept = _shares(count, weights), _shares(held_out, weights)
-    for (family, (_, own)), train, held in zip(wanted.items(), trained, kept, strict=True):
-        puzzles = make_puzzles(family, own, seed, train + held)
-        first = [_asked(puzzles, index) for index in range(held)]
+    chosen_families = _families(families, parameters)
+    weights = [Fraction(str(weight)) for weight, _ in chosen_families.values()]
+    train_counts, held_out_counts = _shares(count, weights), _shares(held_out, weights)
+    for (family, (_, family_parameters)), train_count, held_out_count in zip(
+        chosen_families.items(), train_counts, held_out_counts, strict=True
+    ):
+        puzzles = make_puzzles(family, family_parameters, seed, train_count + held_out_count)
+        held_out_questions = [_question(puzzles, index) for index in range(held_out_count)]
         if split == "held_out":
-            chosen = list(enumerate(first))
+            questions = list(enumerate(held_out_questions))
         else:
-            unseen, rest = set(first), range(held, train + held)
-            chosen = [(index, asked) for index in rest if (asked := _asked(puzzles, index)) not in unseen]
-        for index, question in chosen:
+            unseen, train_indices = set(held_out_questions), range(held_out_count, train_count + held_out_count)
+            questions = [(index, text) for index in train_indices if (text := _question(puzzles, index)) not in unseen]
+        for index, question in questions:
             yield Task(
                 id=f"{family}#{index}",
                 messages=_messages(system, question),
                 answer=puzzles[index]["answer"],
                 domain=family,
-                info={"family": family, "parameters": own, "seed": seed, "size": train + held, "index": index},
+                info={
+                    "family": family,
+                    "parameters": family_parameters,
+                    "seed": seed,
+                    "size": train_count + held_out_count,
+                    "index": index,
+                },
             )
 
 
@@ -61,9 +69,9 @@ def make_puzzles(family: str, parameters: Mapping[str, Any], seed: int, size: in
     known = package.factory.DATASETS
     if family not in known:
         raise UserError(f"reasoning-gym has no family {family!r}{did_you_mean(family, known)}")
-    taken = {"seed", "size"} & parameters.keys()
-    if taken:
-        raise UserError(f"tasks.options: {family!r} is given {', '.join(sorted(taken))}: write seed and count instead")
+    reserved = {"seed", "size"} & parameters.keys()
+    if reserved:
+        raise UserError(f"tasks.options: {family!r} is given {', '.join(sorted(reserved))}: write seed and count instead")
     try:
         return package.create_dataset(family, seed=seed, size=size, **parameters)
     except Exception as error:
@@ -90,27 +98,27 @@ def _families(families: str | Mapping[str, Any], parameters: dict[str, Any]) -> 
         raise UserError(f"tasks.options: families is {families!r}: write a family's name, or names and weights")
     found: dict[str, tuple[float, dict[str, Any]]] = {}
     for name, given in families.items():
-        own = dict(given) if isinstance(given, Mapping) else {"weight": given}
-        weight = own.pop("weight", 1)
+        settings = dict(given) if isinstance(given, Mapping) else {"weight": given}
+        weight = settings.pop("weight", 1)
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
             raise UserError(f"tasks.options: the weight of family {name!r} is {weight!r}: write a number above 0")
-        found[name] = (weight, {**parameters, **own})
+        found[name] = (weight, {**parameters, **settings})
     return found
 
 
 def _shares(count: int, weights: list[Fraction]) -> list[int]:
     """Divides a number by weights: each part is its share, rounded down or up, and the parts sum to the number."""
-    ends, so_far = [0], Fraction(0)
+    ends, cumulative = [0], Fraction(0)
     for weight in weights:
-        so_far += weight
-        ends.append(round(count * so_far / sum(weights)))
+        cumulative += weight
+        ends.append(round(count * cumulative / sum(weights)))
     return [end - begin for begin, end in pairwise(ends)]
 
 
-def _asked(puzzles: Any, index: int) -> str:
+def _question(puzzles: Any, index: int) -> str:
     return str(puzzles[index]["question"])
 
 
 def _messages(system: str, question: str) -> tuple[Message, ...]:
-    asked = Message(role="user", content=question)
-    return (Message(role="system", content=system), asked) if system else (asked,)
+    message = Message(role="user", content=question)
+    return (Message(role="system", content=system), message) if system else (message,)

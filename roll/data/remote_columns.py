@@ -4,8 +4,8 @@ Invariants: sample i's values of a column are `length_i` consecutive values of o
 a number, or, for routes (`routes.py`), a row of them. Selecting and joining samples only changes indices; the values are
 read where they are used, without a copy if the layout allows it.
 
-Example: two groups of two samples with 3, 2 and 4, 1 tokens, one block per group: `which = [0, 0, 1, 1]`,
-`starts = [0, 3, 0, 4]`. Its samples 3 and 0: `which = [1, 0]`, `starts = [4, 0]`.
+Example: two groups of two samples with 3, 2 and 4, 1 tokens, one block per group: `block_index = [0, 0, 1, 1]`,
+`starts = [0, 3, 0, 4]`. Its samples 3 and 0: `block_index = [1, 0]`, `starts = [4, 0]`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from roll.data.routes import alike
+from roll.data.routes import to_common_width
 
 Array = NDArray[Any]
 Indices = NDArray[np.int64]
@@ -44,7 +44,7 @@ class ColumnBlock:
 
     def column(self, name: str) -> Array:
         if isinstance(self.columns, RemoteRef):
-            raise LookupError("the values of this column are held by workers: fetch the batch to read them here")
+            raise LookupError("the values of this column are in other processes: fetch the batch to read them here")
         return self.columns[name]
 
 
@@ -54,10 +54,10 @@ Fetch = Callable[[Sequence[Any]], Sequence[Columns]]
 
 @dataclass(frozen=True, eq=False)
 class TokenColumn:
-    """One column: the block of each sample's values, and where they begin in it."""
+    """One column: for each sample, the index of the block that holds its values, and where they begin in it."""
 
     blocks: tuple[ColumnBlock, ...]
-    which: Indices
+    block_index: Indices
     starts: Indices
     key: str = _VALUES
     """The column's name in its blocks."""
@@ -71,14 +71,14 @@ class TokenColumn:
     def rows(self, lengths: Indices) -> list[Array]:
         """Each sample's values, as views."""
         arrays = self._arrays()
-        spans = zip(self.which.tolist(), self.starts.tolist(), lengths.tolist(), strict=True)
+        spans = zip(self.block_index.tolist(), self.starts.tolist(), lengths.tolist(), strict=True)
         return [arrays[block][start : start + length] for block, start, length in spans]
 
     def _arrays(self) -> list[Array]:
         arrays = [block.column(self.key) for block in self.blocks]
-        return alike(arrays) if arrays and arrays[0].ndim > 1 else arrays
+        return to_common_width(arrays) if arrays and arrays[0].ndim > 1 else arrays
 
-    def gathered(self, lengths: Indices, none: Array) -> Array:
+    def gather(self, lengths: Indices, none: Array) -> Array:
         """All values in one array: a view if they are contiguous, otherwise a copy; `none` if there are no values."""
         if len(self.blocks) == 1 and len(lengths):
             expected = self.starts[0] + np.concatenate([[0], np.cumsum(lengths[:-1])])
@@ -89,34 +89,34 @@ class TokenColumn:
 
     def select(self, indices: Indices) -> TokenColumn:
         """The samples at `indices`; unused blocks are released."""
-        used, which = np.unique(self.which[indices], return_inverse=True)
+        used, block_index = np.unique(self.block_index[indices], return_inverse=True)
         blocks = tuple(self.blocks[block] for block in used)
-        return TokenColumn(blocks, which.astype(np.int64).reshape(-1), self.starts[indices], self.key)
+        return TokenColumn(blocks, block_index.astype(np.int64).reshape(-1), self.starts[indices], self.key)
 
     @staticmethod
-    def joined(columns: Sequence[TokenColumn], parts: Sequence[Indices]) -> TokenColumn:
+    def concat(columns: Sequence[TokenColumn], parts: Sequence[Indices]) -> TokenColumn:
         """One column of all samples, joined from columns of some of them: the samples at `parts[i]` are in
         `columns[i]`."""
         blocks: list[ColumnBlock] = []
-        held = [column.key for column in columns if not column.is_here]  # remote blocks cannot be renamed
-        key = (held or [column.key for column in columns] or [_VALUES])[0]
+        remote_keys = [column.key for column in columns if not column.is_local]  # remote blocks cannot be renamed
+        key = (remote_keys or [column.key for column in columns] or [_VALUES])[0]
         samples = sum(len(part) for part in parts)
-        which, starts = np.zeros(samples, np.int64), np.zeros(samples, np.int64)
+        block_index, starts = np.zeros(samples, np.int64), np.zeros(samples, np.int64)
         for column, part in zip(columns, parts, strict=True):
             if column.key != key:
-                column = column.renamed(key)
-            which[part] = column.which + len(blocks)
+                column = column.with_key(key)
+            block_index[part] = column.block_index + len(blocks)
             starts[part] = column.starts
             blocks.extend(column.blocks)
-        return TokenColumn(tuple(blocks), which, starts, key)
+        return TokenColumn(tuple(blocks), block_index, starts, key)
 
-    def renamed(self, key: str) -> TokenColumn:
+    def with_key(self, key: str) -> TokenColumn:
         """The same values under another name in their blocks, which must be local."""
         blocks = tuple(ColumnBlock({key: block.column(self.key)}) for block in self.blocks)
-        return TokenColumn(blocks, self.which, self.starts, key)
+        return TokenColumn(blocks, self.block_index, self.starts, key)
 
     @property
-    def is_here(self) -> bool:
+    def is_local(self) -> bool:
         return not any(isinstance(block.columns, RemoteRef) for block in self.blocks)
 
 
@@ -135,18 +135,18 @@ def cut_into_blocks(lengths: Sequence[int] | Indices) -> list[list[int]]:
 
 def resolve(columns: Mapping[str, TokenColumn], fetch: Fetch) -> dict[str, TokenColumn]:
     """The columns with every block fetched, each reference once."""
-    missing = {id(block): block for column in columns.values() for block in column.blocks if _is_elsewhere(block)}
+    missing = {id(block): block for column in columns.values() for block in column.blocks if _is_remote(block)}
     if not missing:
         return dict(columns)
     fetched = fetch([cast(RemoteRef, block.columns).ref for block in missing.values()])
-    here = {key: ColumnBlock(value) for key, value in zip(missing, fetched, strict=True)}
-    return {name: _with_blocks(column, here) for name, column in columns.items()}
+    local = {key: ColumnBlock(value) for key, value in zip(missing, fetched, strict=True)}
+    return {name: _with_blocks(column, local) for name, column in columns.items()}
 
 
 def to_remote(column: TokenColumn, put: Callable[[Columns], Any]) -> TokenColumn:
     """The column with references instead of local blocks; `put` stores a block and returns its reference."""
     return TokenColumn(
-        tuple(block_to_remote(block, put) for block in column.blocks), column.which, column.starts, column.key
+        tuple(block_to_remote(block, put) for block in column.blocks), column.block_index, column.starts, column.key
     )
 
 
@@ -159,10 +159,10 @@ def blocks_of(columns: Iterable[TokenColumn]) -> list[ColumnBlock]:
     return list({id(block): block for column in columns for block in column.blocks}.values())
 
 
-def _is_elsewhere(block: ColumnBlock) -> bool:
+def _is_remote(block: ColumnBlock) -> bool:
     return isinstance(block.columns, RemoteRef)
 
 
-def _with_blocks(column: TokenColumn, here: Mapping[int, ColumnBlock]) -> TokenColumn:
-    blocks = tuple(here.get(id(block), block) for block in column.blocks)
-    return TokenColumn(blocks, column.which, column.starts, column.key)
+def _with_blocks(column: TokenColumn, local: Mapping[int, ColumnBlock]) -> TokenColumn:
+    blocks = tuple(local.get(id(block), block) for block in column.blocks)
+    return TokenColumn(blocks, column.block_index, column.starts, column.key)

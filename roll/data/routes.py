@@ -1,7 +1,7 @@
 """Routes: the experts of a mixture-of-experts model that each token was routed to when its response was sampled.
 
 One row per token, [tokens, layers · chosen], of the smallest type that can represent all experts and one more number,
-`free`, which means that nothing was recorded. A model without experts has rows of width 0.
+`unrecorded_value`, which means that nothing was recorded. A model without experts has rows of width 0.
 
 Example: 2 layers with 8 experts each, of which 2 are chosen, give rows of 4 bytes; [3, 5, 0, 7] means experts 3 and 5 in
 the first layer, 0 and 7 in the second; [255, 255, 255, 255] means that nothing was recorded.
@@ -25,24 +25,24 @@ def routes_type(experts: int) -> np.dtype[Any]:
     return np.dtype(np.uint8 if experts < np.iinfo(np.uint8).max else np.uint16)
 
 
-def free(routes: Routes) -> int:
+def unrecorded_value(routes: Routes) -> int:
     """The number that means that nothing was recorded."""
     return int(np.iinfo(routes.dtype).max)
 
 
-def unrecorded(tokens: int, like: Routes) -> Routes:
+def unrecorded_rows(tokens: int, like: Routes) -> Routes:
     """Rows for tokens whose experts were not recorded."""
-    return np.full((tokens, like.shape[1]), free(like), like.dtype)
+    return np.full((tokens, like.shape[1]), unrecorded_value(like), like.dtype)
 
 
-def signed(routes: Routes) -> NDArray[np.int16]:
+def to_signed(routes: Routes) -> NDArray[np.int16]:
     """The same with -1 where nothing was recorded."""
-    return np.where(routes == free(routes), np.int16(-1), routes.astype(np.int16))
+    return np.where(routes == unrecorded_value(routes), np.int16(-1), routes.astype(np.int16))
 
 
-def alike(parts: Sequence[Routes]) -> list[Routes]:
+def to_common_width(parts: Sequence[Routes]) -> list[Routes]:
     """Rows of several logs, all of one width: a log without routes gets unrecorded rows."""
     like = next((part for part in parts if part.shape[1]), None)
     if like is None:
         return list(parts)
-    return [part if part.shape[1] else unrecorded(len(part), like) for part in parts]
+    return [part if part.shape[1] else unrecorded_rows(len(part), like) for part in parts]

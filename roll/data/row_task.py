@@ -15,7 +15,7 @@ from roll.config.suggest import did_you_mean
 from roll.data.boxed import boxed
 from roll.data.choices import AnswerIs, Choices
 from roll.data.file_layout import ROW_MB
-from roll.data.rows import TableRow, lookup, some
+from roll.data.rows import TableRow, lookup, shortlist
 from roll.data.task import Message, Task
 
 HeldOut: TypeAlias = float | int | str
@@ -89,7 +89,7 @@ class RowReader:
         self._choices_column = options.choices if isinstance(options.choices, str) else ""
         self._parts = _parts(options.prompt)
         self._pattern = pattern(options.answer_pattern, "answer_pattern")
-        self._also = pattern(options.answer_also, "answer_also")
+        self._also_pattern = pattern(options.answer_also, "answer_also")
         if options.shuffle_choices and not options.choices:
             raise UserError("tasks.options.shuffle_choices is true, but no column has choices: write choices=COLUMN")
         if options.answer_is and not options.choices:
@@ -100,50 +100,64 @@ class RowReader:
     @property
     def needed(self) -> list[str]:
         """The columns that a row must have."""
-        given = self.options
-        named = [given.question, given.answer, given.id, given.domain, *(given.info or ()), self._choices_column]
+        options = self.options
+        columns = [
+            options.question,
+            options.answer,
+            options.id,
+            options.domain,
+            *(options.info or ()),
+            self._choices_column,
+        ]
         prompted = [name for _, name in self._parts if name not in (None, "question", "choices")]
-        every = dict.fromkeys(name for name in (*named, *self._choices) if name)
-        return [name for name in (*every, *(n for n in prompted if n and n not in every)) if not name.endswith("?")]
+        unique = dict.fromkeys(name for name in (*columns, *self._choices) if name)
+        return [name for name in (*unique, *(n for n in prompted if n and n not in unique)) if not name.endswith("?")]
 
     def fits(self, row: TableRow) -> bool:
         return all(has(row, column) for column in self.needed)
 
     def task(self, row: TableRow, prefix: str = "") -> Task:
         """The task of a row. `prefix` distinguishes rows of one table from those of another."""
-        given = self.options
+        options = self.options
         self._check(row)
         choices = self._choices_of(row)
-        answer = self._answer_of(row, choices) if given.answer else None
-        if choices is not None and given.shuffle_choices:
-            was = None if answer is None else choices.letters.index(answer)
-            choices, order = choices.shuffled(searchable(get(row, given.question)))
-            answer = None if was is None else choices.letters[order.index(was)]
-        name = get(row, given.id) if given.id else None
-        domain = get(row, given.domain) if given.domain else None
-        system = [Message(role="system", content=given.system)] if given.system else []
+        answer = self._answer_of(row, choices) if options.answer else None
+        if choices is not None and options.shuffle_choices:
+            position = None if answer is None else choices.letters.index(answer)
+            choices, order = choices.shuffled(search_text(get(row, options.question)))
+            answer = None if position is None else choices.letters[order.index(position)]
+        name = get(row, options.id) if options.id else None
+        domain = get(row, options.domain) if options.domain else None
+        system = [Message(role="system", content=options.system)] if options.system else []
         info, implied = self._info(row, choices)
         if choices is None and implied is not None:
-            answer = _in_letters(answer, implied)
+            answer = _as_letter(answer, implied)
         return Task(
-            id=f"{prefix}{row.name}" if name is None else name_in(row.place, given.id, name),
+            id=f"{prefix}{row.name}" if name is None else name_in(row.location, options.id, name),
             messages=(*system, *self._messages(row, choices or implied)),
             answer=answer,
-            domain="default" if domain is None else name_in(row.place, given.domain, domain),
+            domain="default" if domain is None else name_in(row.location, options.domain, domain),
             info=info,
         )
 
     def _check(self, row: TableRow) -> None:
-        given = self.options
-        named = (given.question, given.answer, given.id, given.domain, *(given.info or ()), self._choices_column)
-        for column in filter(None, (*named, *self._choices)):
+        options = self.options
+        columns = (
+            options.question,
+            options.answer,
+            options.id,
+            options.domain,
+            *(options.info or ()),
+            self._choices_column,
+        )
+        for column in filter(None, (*columns, *self._choices)):
             if not column.endswith("?") and not has(row, column):
-                have = some(row.values)
+                present = shortlist(row.values)
                 advice = did_you_mean(column, row.values) + self._named_by(column)
-                raise UserError(f"{row.place}: there is no column {column!r}; the line has {have}{advice}")
-        for column in filter(None, (given.question, given.id, given.domain)):
+                raise UserError(f"{row.location}: there is no column {column!r}; the line has {present}{advice}")
+        for column in filter(None, (options.question, options.id, options.domain)):
             if not column.endswith("?") and get(row, column) is None:
-                raise UserError(f"{row.place}: {column!r} is null: write something there, or remove the row")
+                raise UserError(f"{row.location}: {column!r} is null: write something there, or remove the row")
 
     def _named_by(self, column: str) -> str:
         """The option that names the column, for a message."""
@@ -157,14 +171,14 @@ class RowReader:
 
     def _info(self, row: TableRow, choices: Choices | None) -> tuple[dict[str, Any], Choices | None]:
         """The info that rewards see, and choices in it that no option names: those of a column `choices`."""
-        given, values = self.options, row.values
-        if given.info is None:
-            info = {name: value for name, value in values.items() if name not in (given.question, given.answer)}
+        options, values = self.options, row.values
+        if options.info is None:
+            info = {name: value for name, value in values.items() if name not in (options.question, options.answer)}
         else:
-            names = [name if has(row, name) else name.removesuffix("?") for name in given.info]
+            names = [name if has(row, name) else name.removesuffix("?") for name in options.info]
             info = {name: get(row, name) for name in names if has(row, name)}
         implied = None
-        if choices is None and "choices" not in (given.question, given.answer) and values.get("choices"):
+        if choices is None and "choices" not in (options.question, options.answer) and values.get("choices"):
             try:
                 implied = Choices.of(values["choices"])
             except ValueError:
@@ -182,127 +196,134 @@ class RowReader:
             if self._choices:
                 return Choices.labelled_by({name: get(row, name) for name in self._choices})
         except ValueError as error:
-            raise UserError(f"{row.place}: the choices cannot be read: {error}") from error
+            raise UserError(f"{row.location}: the choices cannot be read: {error}") from error
         return None
 
     def _messages(self, row: TableRow, choices: Choices | None) -> Sequence[Message]:
-        given = self.options
-        asked = get(row, given.question)
+        options = self.options
+        question = get(row, options.question)
         prompt = self._parts
-        if isinstance(asked, list):
-            if not asked or not all(map(_is_message, asked)):
-                odd = next((f": {given.question}[{n}] {_odd(m)}" for n, m in enumerate(asked) if not _is_message(m)), "")
-                raise UserError(
-                    f"{row.place}: {given.question!r} is a list, but not one of messages with role and content, which "
-                    f"are texts{odd}"
+        if isinstance(question, list):
+            if not question or not all(map(_is_message, question)):
+                problem = next(
+                    (
+                        f": {options.question}[{n}] {_message_problem(m)}"
+                        for n, m in enumerate(question)
+                        if not _is_message(m)
+                    ),
+                    "",
                 )
-            if given.prompt:
                 raise UserError(
-                    f"{row.place}: {given.question!r} is a list of messages, for which there can be no prompt"
+                    f"{row.location}: {options.question!r} is a list, but not one of messages with role and content, "
+                    f"which are texts{problem}"
                 )
-            return asked
-        if not isinstance(asked, str):
+            if options.prompt:
+                raise UserError(
+                    f"{row.location}: {options.question!r} is a list of messages, for which there can be no prompt"
+                )
+            return question
+        if not isinstance(question, str):
             raise UserError(
-                f"{row.place}: {given.question!r} is {kind_of(asked)}, {shortened(asked)}, but a question is a text or a "
-                "list of messages: write it as one, or name another column in the option question"
+                f"{row.location}: {options.question!r} is {kind_of(question)}, {short_text(question)}, but a question is "
+                "a text or a list of messages: write it as one, or name another column in the option question"
             )
-        if not prompt and given.choices:
+        if not prompt and options.choices:
             prompt = _parts("{question}\n{choices}")
-        text = self._filled(row, asked, prompt, choices) if prompt else asked
+        text = self._fill(row, question, prompt, choices) if prompt else question
         return (Message(role="user", content=text),)
 
-    def _filled(self, row: TableRow, question: str, parts: Sequence[_Part], choices: Choices | None) -> str:
-        given = self.options
+    def _fill(self, row: TableRow, question: str, parts: Sequence[_Part], choices: Choices | None) -> str:
+        options = self.options
         values: dict[str, Any] = {**row.values, "question": question}
         if choices is not None:
             values |= {"choices": str(choices)} | ({self._choices_column: str(choices)} if self._choices_column else {})
-        if given.answer and given.answer != "question":
-            values.pop(given.answer, None)
+        if options.answer and options.answer != "question":
+            values.pop(options.answer, None)
 
         def text_of(column: str) -> str:
             optional = column.endswith("?") and column not in values
             name = column[:-1] if optional else column
             try:
-                value = lookup(values, name) if name != given.answer or name == "question" else values[name]
+                value = lookup(values, name) if name != options.answer or name == "question" else values[name]
             except KeyError:
-                if optional and name != given.answer:
+                if optional and name != options.answer:
                     return ""
-                why = "is the answer" if name == given.answer else "is no column of it"
+                why = "is the answer" if name == options.answer else "is no column of it"
                 raise UserError(
-                    f"{row.place}: the prompt asks for {{{name}}}, which {why}: write "
-                    f"{some(f'{{{known}}}' for known in values)}, or {{{{{name}}}}} for braces"
+                    f"{row.location}: the prompt asks for {{{name}}}, which {why}: write "
+                    f"{shortlist(f'{{{known}}}' for known in values)}, or {{{{{name}}}}} for braces"
                 ) from None
             if value is None and not optional:
-                raise UserError(f"{row.place}: the prompt asks for {{{name}}}, which is null there: write a text")
+                raise UserError(f"{row.location}: the prompt asks for {{{name}}}, which is null there: write a text")
             if not _is_shown(value):
                 raise UserError(
-                    f"{row.place}: the prompt asks for {{{name}}}, which is {kind_of(value)} there, {shortened(value)}: "
-                    "write a text, a number or a list of these"
+                    f"{row.location}: the prompt asks for {{{name}}}, which is {kind_of(value)} there, "
+                    f"{short_text(value)}: write a text, a number or a list of these"
                 )
             return "" if value is None else _text(value)
 
         return "".join(text + ("" if column is None else text_of(column)) for text, column in parts)
 
     def _answer_of(self, row: TableRow, choices: Choices | None) -> Any:
-        given = self.options
-        answer = get(row, given.answer)
+        options = self.options
+        answer = get(row, options.answer)
         if isinstance(answer, bytes) or (isinstance(answer, float) and not math.isfinite(answer)):
             raise UserError(
-                f"{row.place}: {given.answer!r} is {kind_of(answer)}, {shortened(answer)}, which is no answer: write a "
-                "number or a text, or remove the row"
+                f"{row.location}: {options.answer!r} is {kind_of(answer)}, {short_text(answer)}, which is no answer: "
+                "write a number or a text, or remove the row"
             )
         if choices is not None:
-            return choices.letters[self._chosen(row, answer, choices)]
-        if answer is None and (given.answer_boxed or self._pattern is not None):
-            raise UserError(f"{row.place}: {given.answer!r} is null: write an answer there, or remove the row")
-        if given.answer_boxed:
+            return choices.letters[self._choice_position(row, answer, choices)]
+        if answer is None and (options.answer_boxed or self._pattern is not None):
+            raise UserError(f"{row.location}: {options.answer!r} is null: write an answer there, or remove the row")
+        if options.answer_boxed:
             found = boxed(str(answer))
             if found is None:
-                raise UserError(f"{row.place}: there is no \\boxed{{}} in the answer {str(answer)[-60:]!r}")
+                raise UserError(f"{row.location}: there is no \\boxed{{}} in the answer {str(answer)[-60:]!r}")
             answer = found
         if self._pattern is not None:
-            answer = self._matched(row, answer)
-        if self._also is not None and (also := self._also.search(str(answer))):
-            return [answer, also[1] if self._also.groups else also[0]]
+            answer = self._match_answer(row, answer)
+        if self._also_pattern is not None and (also := self._also_pattern.search(str(answer))):
+            return [answer, also[1] if self._also_pattern.groups else also[0]]
         return answer
 
-    def _chosen(self, row: TableRow, answer: Any, choices: Choices) -> int:
+    def _choice_position(self, row: TableRow, answer: Any, choices: Choices) -> int:
         """The position of the right choice: that of the answer's column, or the one that the answer names."""
-        given = self.options
-        if given.answer in self._choices:
-            there = [name for name in self._choices if get(row, name) is not None]
-            if given.answer not in there:
-                raise UserError(f"{row.place}: {given.answer!r} is null: write something there, or remove the row")
-            return there.index(given.answer)
+        options = self.options
+        if options.answer in self._choices:
+            present = [name for name in self._choices if get(row, name) is not None]
+            if options.answer not in present:
+                raise UserError(f"{row.location}: {options.answer!r} is null: write something there, or remove the row")
+            return present.index(options.answer)
         if self._pattern is not None:
-            answer = self._matched(row, answer)
+            answer = self._match_answer(row, answer)
         try:
-            return choices.position(answer, given.answer_is)
+            return choices.position(answer, options.answer_is)
         except ValueError as error:
-            raise UserError(f"{row.place}: {error}") from error
+            raise UserError(f"{row.location}: {error}") from error
 
-    def _matched(self, row: TableRow, answer: Any) -> str:
+    def _match_answer(self, row: TableRow, answer: Any) -> str:
         assert self._pattern is not None
         found = list(self._pattern.finditer(str(answer)))
         if not found:
             raise UserError(
-                f"{row.place}: answer_pattern {self._pattern.pattern!r} is nowhere in the answer {str(answer)[-60:]!r}"
+                f"{row.location}: answer_pattern {self._pattern.pattern!r} is nowhere in the answer {str(answer)[-60:]!r}"
             )
         last = found[-1]
         return (last[1] if self._pattern.groups else last[0]).strip()
 
 
-def _in_letters(answer: Any, choices: Choices) -> Any:
+def _as_letter(answer: Any, choices: Choices) -> Any:
     """The answer unchanged, unless it would name another choice by letter: published labels may be digits."""
     try:
         position = choices.position(answer)
     except ValueError:
         return answer
     try:
-        kept = Choices.of(choices.by_letter).position(answer) == position
+        is_unchanged = Choices.of(choices.by_letter).position(answer) == position
     except ValueError:
-        kept = False
-    return answer if kept else choices.letters[position]
+        is_unchanged = False
+    return answer if is_unchanged else choices.letters[position]
 
 
 def has(row: TableRow, column: str) -> bool:
@@ -324,7 +345,7 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 
 
-def _odd(message: Any) -> str:
+def _message_problem(message: Any) -> str:
     """What is wrong with something that should be a message."""
     if not isinstance(message, dict):
         return f"is {kind_of(message)}"
@@ -342,20 +363,20 @@ def _is_shown(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float)
 
 
-def name_in(place: str, column: str, value: Any) -> str:
+def name_in(location: str, column: str, value: Any) -> str:
     """An id or a domain: a text, or a whole number as text."""
     if not isinstance(value, str | int) or isinstance(value, bool):
         raise UserError(
-            f"{place}: {column!r} is {kind_of(value)}, {shortened(value)}, but names are text or whole numbers"
+            f"{location}: {column!r} is {kind_of(value)}, {short_text(value)}, but names are text or whole numbers"
         )
     return str(value)
 
 
 def kind_of(value: Any) -> str:
     """The kind of a value, in the terms of JSON."""
-    for kinds, said in _KINDS:
+    for kinds, name in _KINDS:
         if isinstance(value, kinds):
-            return said
+            return name
     return "nothing" if value is None else f"a {type(value).__name__}"
 
 
@@ -369,7 +390,7 @@ _KINDS: tuple[tuple[Any, str], ...] = (
 )
 
 
-def shortened(value: Any) -> str:
+def short_text(value: Any) -> str:
     return f"{value!r:.60}"
 
 
@@ -378,7 +399,7 @@ def _text(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def searchable(value: Any) -> str:
+def search_text(value: Any) -> str:
     """A column's text for a search: null is empty, lists and objects are JSON."""
     if value is None:
         return ""

@@ -31,17 +31,17 @@ HUB = "hf:"
 """The prefix of a dataset's name: `hf:openai/gsm8k`, or `hf:` and a folder that `save_to_disk` wrote."""
 TABLES = (f"a {either(FILES)} file", f"`{HUB}dataset`")
 """The forms of a table's name, in words."""
-Located: TypeAlias = tuple[str, str, Any]
+LocatedRow: TypeAlias = tuple[str, str, Any]
 """A row's position, its name and its values."""
-_PLAIN = FileLayout()
+_DEFAULT_LAYOUT = FileLayout()
 _BATCH_ROWS = 1024
-_HALF = re.compile("[\ud800-\udfff]")
-_SAVED = ("dataset_info.json", "dataset_dict.json")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_SAVED_MARKERS = ("dataset_info.json", "dataset_dict.json")
 
 
 @dataclass(frozen=True)
 class TableRow:
-    place: str
+    location: str
     """`tasks.jsonl:12`, `tasks.parquet, row 12`."""
     name: str
     """`line-12`, `row-12`: stable as long as the rows before it are. With several files: `algebra/7/row-1`."""
@@ -65,11 +65,17 @@ def is_table(name: str, root: str = "") -> bool:
 def is_saved(name: str, root: str = "") -> bool:
     """Whether it is a folder, resolved from `root`, that the `save_to_disk` of `datasets` wrote."""
     folder = find_file(name, root)
-    return any((folder / file).is_file() for file in _SAVED)
+    return any((folder / file).is_file() for file in _SAVED_MARKERS)
 
 
 def read_rows(
-    table: str | GivenRows, setting: str, *, subset: str = "", part: str = "", layout: FileLayout = _PLAIN, root: str = ""
+    table: str | GivenRows,
+    setting: str,
+    *,
+    subset: str = "",
+    part: str = "",
+    layout: FileLayout = _DEFAULT_LAYOUT,
+    root: str = "",
 ) -> Iterator[TableRow]:
     """The rows of a table in order; `setting` is the option that names it, resolved from `root`. `subset` and `part`
     select a configuration and a split of a dataset. `layout` is for files."""
@@ -81,14 +87,14 @@ def read_rows(
         for number, row in enumerate(_dataset(table.removeprefix(HUB), setting, subset, part, root), 1):
             yield _row(f"{table}, row {number}", f"row-{number}", row)
         return
-    for option, given in (("subset", subset), ("part", part)):
-        if given:
-            raise UserError(f"{setting}: {table!r} is a file, which has no {option} {given!r}: leave it out")
+    for option, value in (("subset", subset), ("part", part)):
+        if value:
+            raise UserError(f"{setting}: {table!r} is a file, which has no {option} {value!r}: leave it out")
     if not table.endswith(FILES):
         raise UserError(f"{setting}: {table!r} is no table: write {either(TABLES)}")
     for path, prefix in _files(table, setting, root):
-        for place, name, row in _file(path, setting, layout):
-            yield _row(place, f"{prefix}{name}", row)
+        for location, name, row in _file(path, setting, layout):
+            yield _row(location, f"{prefix}{name}", row)
 
 
 def _files(table: str, setting: str, root: str) -> Iterator[tuple[Path, str]]:
@@ -103,20 +109,20 @@ def _files(table: str, setting: str, root: str) -> Iterator[tuple[Path, str]]:
         return
     if "**" in table:
         _refuse_loops(path, setting)
-    found = sorted(name for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
-    if not found:
+    matches = sorted(name for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+    if not matches:
         raise UserError(f"{setting}: no file matches {str(path)!r}{elsewhere(table, working_copy(root))}")
-    above = Path(*path.parts[: next(n for n, part in enumerate(path.parts) if glob.has_magic(part))])
-    for name in found:
-        yield Path(name), f"{Path(name).relative_to(above).with_suffix('').as_posix()}/"
+    base = Path(*path.parts[: next(n for n, part in enumerate(path.parts) if glob.has_magic(part))])
+    for name in matches:
+        yield Path(name), f"{Path(name).relative_to(base).with_suffix('').as_posix()}/"
 
 
 def _refuse_loops(pattern: Path, setting: str) -> None:
     """Refuses link cycles: `**` follows links, and a link to a parent folder would give endless files."""
-    above = [*takewhile(lambda part: not glob.has_magic(part), pattern.parts)]
-    waiting: list[tuple[Path, frozenset[str]]] = [(Path(*above), frozenset())]
-    while waiting:
-        folder, parents = waiting.pop()
+    fixed_parts = [*takewhile(lambda part: not glob.has_magic(part), pattern.parts)]
+    pending: list[tuple[Path, frozenset[str]]] = [(Path(*fixed_parts), frozenset())]
+    while pending:
+        folder, parents = pending.pop()
         real = os.path.realpath(folder)
         if real in parents:
             raise UserError(
@@ -126,10 +132,10 @@ def _refuse_loops(pattern: Path, setting: str) -> None:
             inside = [entry for entry in os.scandir(folder) if entry.is_dir()]
         except OSError:
             continue
-        waiting += [(Path(entry.path), parents | {real}) for entry in inside]
+        pending += [(Path(entry.path), parents | {real}) for entry in inside]
 
 
-def _file(path: Path, setting: str, layout: FileLayout) -> Iterator[Located]:
+def _file(path: Path, setting: str, layout: FileLayout) -> Iterator[LocatedRow]:
     if path.suffix == ".parquet":
         for number, row in enumerate(_parquet(path, setting, layout), 1):
             yield f"{path}, row {number}", f"row-{number}", row
@@ -141,13 +147,13 @@ def _file(path: Path, setting: str, layout: FileLayout) -> Iterator[Located]:
             yield f"{path}:{number}", f"line-{number}", row
 
 
-def _row(place: str, name: str, values: Any) -> TableRow:
+def _row(location: str, name: str, values: Any) -> TableRow:
     if not isinstance(values, dict):
-        raise UserError(f"{place}: not an object with columns")
-    return TableRow(place, name, {column: _plain(value, place, column) for column, value in values.items()})
+        raise UserError(f"{location}: not an object with columns")
+    return TableRow(location, name, {column: _plain_value(value, location, column) for column, value in values.items()})
 
 
-def json_lines(path: Path, setting: str, layout: FileLayout = _PLAIN) -> Iterator[tuple[int, dict[str, Any]]]:
+def json_lines(path: Path, setting: str, layout: FileLayout = _DEFAULT_LAYOUT) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a JSON lines file with their line numbers; `setting` is the option that names the file."""
     if not path.is_file():
         raise UserError(f"{setting}: there is no file {str(path)!r}")
@@ -156,7 +162,7 @@ def json_lines(path: Path, setting: str, layout: FileLayout = _PLAIN) -> Iterato
         if not line.strip():
             continue
         try:
-            row = _loaded(line)
+            row = _parse_json(line)
         except ValueError as error:
             raise UserError(f"{path}:{number}: not JSON: {error}") from error
         if not isinstance(row, dict):
@@ -164,7 +170,7 @@ def json_lines(path: Path, setting: str, layout: FileLayout = _PLAIN) -> Iterato
         yield number, row
 
 
-def _loaded(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     """Parses JSON; raises `ValueError` for duplicate keys or too deep nesting."""
     try:
         return json.loads(text, object_pairs_hook=_object)
@@ -180,34 +186,36 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _plain(value: Any, place: str, column: str) -> Any:
+def _plain_value(value: Any, location: str, column: str) -> Any:
     """Dates, times and decimal numbers of typed columns as text, as in other tables and JSON."""
     if isinstance(value, str):
-        if not value.isascii() and _HALF.search(value):
-            raise UserError(f"{place}: {column!r} has half of a character (\\ud800 to \\udfff): write whole ones")
+        if not value.isascii() and _SURROGATE.search(value):
+            raise UserError(f"{location}: {column!r} has half of a character (\\ud800 to \\udfff): write whole ones")
         return value
     if isinstance(value, date | time):
         return value.isoformat()
     if isinstance(value, Decimal | timedelta):
         return str(value)
     if isinstance(value, list):
-        return [_plain(item, place, column) for item in value]
-    return {key: _plain(item, place, column) for key, item in value.items()} if isinstance(value, dict) else value
+        return [_plain_value(item, location, column) for item in value]
+    return (
+        {key: _plain_value(item, location, column) for key, item in value.items()} if isinstance(value, dict) else value
+    )
 
 
-def _json(path: Path, layout: FileLayout) -> Iterator[Located]:
+def _json(path: Path, layout: FileLayout) -> Iterator[LocatedRow]:
     """The rows of a JSON file: those of its list; for an object, those of the list under the key, or the object itself if
     no key is given and it has no list of objects; or JSON lines, which some name `.json` too."""
     try:
         in_lines = _is_json_lines(path, layout)
-        held = None if in_lines else _loaded(read_text(path, layout))
+        value = None if in_lines else _parse_json(read_text(path, layout))
     except ValueError as error:
         raise UserError(f"{path}: not JSON: {error}") from error
     if in_lines:
         for number, row in json_lines(path, "", layout):
             yield f"{path}:{number}", f"line-{number}", row
         return
-    for number, row in enumerate(_listed(path, held, layout.rows), 1):
+    for number, row in enumerate(_row_list(path, value, layout.rows), 1):
         yield f"{path}, row {number}", f"row-{number}", row
 
 
@@ -218,40 +226,46 @@ def _is_json_lines(path: Path, layout: FileLayout) -> bool:
     if not first.lstrip().startswith("{"):
         return False
     try:
-        return isinstance(_loaded(first), dict) and next(lines, None) is not None
+        return isinstance(_parse_json(first), dict) and next(lines, None) is not None
     except ValueError:
         return False
 
 
-def _listed(path: Path, held: Any, key: str) -> list[Any]:
+def _row_list(path: Path, value: Any, key: str) -> list[Any]:
     """The list of rows in a JSON value."""
     if key:
         try:
-            rows = lookup(held, key) if isinstance(held, dict) else None
+            rows = lookup(value, key) if isinstance(value, dict) else None
         except KeyError:
             rows = None
         if not isinstance(rows, list):
-            keys = f"the keys {some(held)}" if isinstance(held, dict) else f"a {type(held).__name__} at its top"
-            raise UserError(f"{path}: the option rows is {key!r}, but there is no list of that name; the file has {keys}")
+            held_keys = (
+                f"the keys {shortlist(value)}" if isinstance(value, dict) else f"a {type(value).__name__} at its top"
+            )
+            raise UserError(
+                f"{path}: the option rows is {key!r}, but there is no list of that name; the file has {held_keys}"
+            )
         return rows
-    if isinstance(held, list):
-        return held
-    if not isinstance(held, dict) or not held:
-        raise UserError(f"{path}: it holds one {type(held).__name__}, but takes a list of objects, one per row")
-    lists = [name for name, value in held.items() if _is_rows(value)]
-    if len(lists) > 1:
-        raise UserError(f"{path}: it has several lists of rows, {some(lists)}: name one with the option rows: {lists[0]}")
-    return held[lists[0]] if lists else [held]
+    if isinstance(value, list):
+        return value
+    if not isinstance(value, dict) or not value:
+        raise UserError(f"{path}: it holds one {type(value).__name__}, but takes a list of objects, one per row")
+    keys = [name for name, item in value.items() if _is_rows(item)]
+    if len(keys) > 1:
+        raise UserError(
+            f"{path}: it has several lists of rows, {shortlist(keys)}: name one with the option rows: {keys[0]}"
+        )
+    return value[keys[0]] if keys else [value]
 
 
 def _is_rows(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(item, dict) for item in value)
 
 
-def some(names: Iterable[str], most: int = 20) -> str:
+def shortlist(names: Iterable[str], limit: int = 20) -> str:
     """Names for a message, shortened: a file may have thousands of them."""
-    every = list(names)
-    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
+    all_names = list(names)
+    return ", ".join(all_names[:limit]) + (f" and {len(all_names) - limit} more" if len(all_names) > limit else "")
 
 
 def lookup(values: Mapping[str, Any], column: str) -> Any:
@@ -269,17 +283,17 @@ def _parquet(path: Path, setting: str, layout: FileLayout) -> Iterator[dict[str,
     try:
         from pyarrow.parquet import ParquetFile
     except ModuleNotFoundError as error:
-        raise _missing("pyarrow", path, setting) from error
+        raise _missing_package("pyarrow", path, setting) from error
     try:
         file = ParquetFile(path)
     except (ValueError, OSError) as error:  # pyarrow's own errors are of these classes
         raise UserError(f"{path}: not a Parquet file: {error}") from error
-    most = layout.row_mb << 28
+    max_bytes = layout.row_mb << 28
     for number in range(file.metadata.num_row_groups):
-        if (size := file.metadata.row_group(number).total_byte_size) > most:
+        if (size := file.metadata.row_group(number).total_byte_size) > max_bytes:
             raise UserError(
-                f"{path}: its row group {number} has {size >> 20} MiB, of at most {most >> 20}: write smaller ones, or "
-                f"the option row_mb: {size // (1 << 28) + 1}"
+                f"{path}: its row group {number} has {size >> 20} MiB, of at most {max_bytes >> 20}: write smaller ones, "
+                f"or the option row_mb: {size // (1 << 28) + 1}"
             )
     try:
         for group in file.iter_batches(batch_size=_BATCH_ROWS):
@@ -293,41 +307,41 @@ def _dataset(name: str, setting: str, subset: str, part: str, root: str) -> Iter
     try:
         import datasets
     except ModuleNotFoundError as error:
-        raise _missing("datasets", name, setting) from error
+        raise _missing_package("datasets", name, setting) from error
     folder = find_file(name, root)
     try:
         if is_saved(name, root):
             if subset:
                 raise UserError(f"{setting}: {name!r} is a folder of one dataset, without the subset {subset!r}")
-            found: Any = datasets.load_from_disk(str(folder))
+            dataset: Any = datasets.load_from_disk(str(folder))
         else:
-            found = datasets.load_dataset(name, subset or None)
+            dataset = datasets.load_dataset(name, subset or None)
     except UserError:
         raise
     except Exception as error:
         kind = "folder" if folder.is_dir() else "name on the hub"
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         raise UserError(f"{setting}: the dataset {name!r} (a {kind}) could not be loaded: {reason}") from error
-    return iter(_split(found, name, setting, part))
+    return iter(_split(dataset, name, setting, part))
 
 
-def _split(found: Any, name: str, setting: str, part: str) -> Any:
+def _split(dataset: Any, name: str, setting: str, part: str) -> Any:
     """One split of a dataset; by default the only one, or `train`."""
-    if not isinstance(found, dict):
+    if not isinstance(dataset, dict):
         if part:
             raise UserError(f"{setting}: the dataset {name!r} has no splits, so none called {part!r}: leave it out")
-        return found
-    wanted = part or ("train" if "train" in found else next(iter(found)) if len(found) == 1 else "")
-    if wanted not in found:
-        have = ", ".join(map(repr, found))
-        if not wanted:
+        return dataset
+    split = part or ("train" if "train" in dataset else next(iter(dataset)) if len(dataset) == 1 else "")
+    if split not in dataset:
+        have = ", ".join(map(repr, dataset))
+        if not split:
             raise UserError(f"{setting}: the dataset {name!r} has the splits {have}: write part=… to name one")
         raise UserError(
-            f"{setting}: the dataset {name!r} has no split {wanted!r}, but {have}{did_you_mean(wanted, found)}"
+            f"{setting}: the dataset {name!r} has no split {split!r}, but {have}{did_you_mean(split, dataset)}"
         )
-    return found[wanted]
+    return dataset[split]
 
 
-def _missing(package: str, table: object, setting: str) -> UserError:
+def _missing_package(package: str, table: object, setting: str) -> UserError:
     remedy = f"run `pip install {package}`, or install roll-rl[tasks]"
     return UserError(f"{setting}: reading {str(table)!r} needs the package {package}: {remedy}")

@@ -33,7 +33,7 @@ class TaskSet:
     train: tuple[Task, ...]
     held_out: tuple[Task, ...]
     left_out: tuple[str, ...] = ()
-    """Ids of tasks whose prompts are too long."""
+    """Ids of the tasks that were removed because their prompts are too long."""
     skipped: tuple[str, ...] = ()
     """Positions of the rows that options skip."""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class TaskSet:
         return any(task.environment is not None for task in (*self.train, *self.held_out))
 
 
-_WIDEST = 3000
+_MAX_RANGE = 3000
 """Maximum range of the numbers of `addition`: some five million pairs, all of which are in memory."""
 
 
@@ -60,8 +60,8 @@ def addition(
     question: str = "What is {a} + {b}? Answer with just the number.",
 ) -> Iterable[Task]:
     """Sums of two numbers from low to high. A share of the unordered pairs is held out, so b + a never leaks."""
-    if high - low > _WIDEST:
-        raise UserError(f"tasks.options: low is {low} and high is {high}: write numbers at most {_WIDEST} apart")
+    if high - low > _MAX_RANGE:
+        raise UserError(f"tasks.options: low is {low} and high is {high}: write numbers at most {_MAX_RANGE} apart")
     pairs = [(a, b) for a in range(low, high + 1) for b in range(a, high + 1)]
     random.Random(f"addition/{seed}").shuffle(pairs)
     cut = round(len(pairs) * held_out)
@@ -77,7 +77,7 @@ def echo(split: Split, symbols: str = "0123456789") -> Iterable[Task]:
 
 
 SOURCES: dict[str, TaskSource] = {"addition": addition, "echo": echo, "reasoning_gym": reasoning_gym}
-ELSEWHERE = {"environment": "roll.env.tasks:environment_tasks"}
+EXTERNAL_SOURCES = {"environment": "roll.env.tasks:environment_tasks"}
 """Sources that other folders implement."""
 
 
@@ -85,29 +85,29 @@ def load_tasks(config: TasksConfig, source: TaskSource | None = None, root: str 
     """All tasks of a source; `source` replaces the one the config names, whose files are resolved from `root`."""
     tasks = load_splits(config, source, root)
     if not tasks.train:
-        raise UserError(f"tasks: the source {name_of(config.source, source)!r} has no tasks to train on")
+        raise UserError(f"tasks: the source {source_name(config.source, source)!r} has no tasks to train on")
     return tasks
 
 
 def load_splits(config: SourceConfig, source: TaskSource | None = None, root: str = "") -> TaskSet:
     """Same as `load_tasks`, but there may be no training tasks."""
-    options, name = dict(config.options), name_of(config.source, source)
+    options, name = dict(config.options), source_name(config.source, source)
     if source is None:
         source, options = _find_source(config.source, options, root)
     check_options("tasks", name, source, options)
-    if config.source not in ELSEWHERE:  # an environment's options are resolved in its process
+    if config.source not in EXTERNAL_SOURCES:  # an environment's options are resolved in its process
         options = resolved(options, "tasks.options")
     tasks: dict[Split, tuple[Task, ...]] = {}
     skipped: dict[str, None] = {}
     for split in ("train", "held_out"):
-        given = call_source("tasks", name, source, split, options)
-        tasks[split] = tuple(given)
+        source_tasks = call_source("tasks", name, source, split, options)
+        tasks[split] = tuple(source_tasks)
         _check_tasks(name, split, tasks[split])
-        skipped |= dict.fromkeys(given.skipped if isinstance(given, TableRows) else ())
+        skipped |= dict.fromkeys(source_tasks.skipped if isinstance(source_tasks, TableRows) else ())
     return TaskSet(tasks["train"], tasks["held_out"], skipped=tuple(skipped))
 
 
-def name_of(written: str, given: Callable[..., Any] | None) -> str:
+def source_name(written: str, given: Callable[..., Any] | None) -> str:
     """The name of a source in messages: as written in the config, or that of the object that replaces it."""
     return written if given is None else getattr(given, "__qualname__", type(given).__qualname__)
 
@@ -118,9 +118,9 @@ def _find_source(name: str, options: dict[str, Any], root: str) -> tuple[TaskSou
     if is_table(name, root):
         check_table_options(options)
         return functools.partial(table, root=root), {"path": name, **options}
-    if name in ELSEWHERE:
-        return functools.partial(load_user_code(ELSEWHERE[name], what="tasks.source"), root=root), options
-    return load_user_code(name, what="tasks.source", known=[*SOURCES, *ELSEWHERE, *TABLES], root=root), options
+    if name in EXTERNAL_SOURCES:
+        return functools.partial(load_user_code(EXTERNAL_SOURCES[name], what="tasks.source"), root=root), options
+    return load_user_code(name, what="tasks.source", known=[*SOURCES, *EXTERNAL_SOURCES, *TABLES], root=root), options
 
 
 def find_generator(name: str, options: dict[str, Any]) -> tuple[TaskSource, dict[str, Any]] | None:
@@ -135,8 +135,8 @@ def call_source(
 ) -> Sequence[Any]:
     """Everything that a source returns for a split; `section` is the config section that names it."""
     try:
-        given = source(split, **options)
-        return given if isinstance(given, TableRows) else tuple(given)
+        items = source(split, **options)
+        return items if isinstance(items, TableRows) else tuple(items)
     except UserError:
         raise
     except Exception as error:

@@ -18,8 +18,8 @@ from roll.config.option_types import check_types
 from roll.config.suggest import did_you_mean, either
 from roll.data.file_layout import FileLayout
 from roll.data.formats import DatasetFormat, find_format
-from roll.data.row_task import RowReader, TableOptions, get, pattern, searchable
-from roll.data.rows import HUB, TABLES, GivenRows, TableRow, is_saved, is_table, read_rows, some
+from roll.data.row_task import RowReader, TableOptions, get, pattern, search_text
+from roll.data.rows import HUB, TABLES, GivenRows, TableRow, is_saved, is_table, read_rows, shortlist
 from roll.data.task import Task
 
 
@@ -41,21 +41,21 @@ def table(split: Literal["train", "held_out"], path: str | GivenRows, root: str 
         raise UserError(f"tasks.options: limit is {common.limit}: write how many rows, or 0 for all")
     layout = _layout(common, format, variants)
     readers = [RowReader(variant) for variant in variants]
-    elsewhere = common.held_out if isinstance(common.held_out, str) else ""
-    if split == "held_out" and elsewhere:
-        source, part = _other_table(path, elsewhere, root)
+    held_out_table = common.held_out if isinstance(common.held_out, str) else ""
+    if split == "held_out" and held_out_table:
+        source, part = _other_table(path, held_out_table, root)
         subset = common.subset if source == path else ""
         found = read_rows(source, "tasks.options.held_out", subset=subset, part=part, layout=layout, root=root)
-        kept = _Kept(found, common.skip)
-        return TableRows((_task(row, readers, f"{part or _name(source)}/") for row in kept), kept.skipped)
+        unskipped = _UnskippedRows(found, common.skip)
+        return TableRows((_task(row, readers, f"{part or _name(source)}/") for row in unskipped), unskipped.skipped)
     found = read_rows(path, "tasks.source", subset=common.subset, part=common.part, layout=layout, root=root)
-    kept = _Kept(found, common.skip)
-    rows = list(islice(kept, common.limit or None))
-    if not elsewhere:
+    unskipped = _UnskippedRows(found, common.skip)
+    rows = list(islice(unskipped, common.limit or None))
+    if not held_out_table:
         assert not isinstance(common.held_out, str)
         chosen = held_out_rows(len(rows), common.held_out)
         rows = [row for position, row in enumerate(rows) if (position in chosen) == (split == "held_out")]
-    return TableRows((_task(row, readers) for row in rows), kept.skipped)
+    return TableRows((_task(row, readers) for row in rows), unskipped.skipped)
 
 
 def check_table_options(options: Mapping[str, Any]) -> None:
@@ -77,7 +77,7 @@ def _layout(common: TableOptions, format: DatasetFormat, variants: Sequence[Tabl
     )
 
 
-class _Kept:
+class _UnskippedRows:
     """The rows that are not skipped, and, after iteration, the positions of those that are."""
 
     def __init__(self, rows: Iterator[TableRow], skip: Mapping[str, str]) -> None:
@@ -87,8 +87,8 @@ class _Kept:
 
     def __iter__(self) -> Iterator[TableRow]:
         for row in self._rows:
-            if any(found and found.search(searchable(get(row, column))) for column, found in self._skip.items()):
-                self.skipped.append(row.place)
+            if any(found and found.search(search_text(get(row, column))) for column, found in self._skip.items()):
+                self.skipped.append(row.location)
             else:
                 yield row
 
@@ -97,10 +97,10 @@ def _task(row: TableRow, readers: Sequence[RowReader], prefix: str = "") -> Task
     """The row's task, by the first reader that fits."""
     fitting = next((reader for reader in readers if reader.fits(row)), None)
     if fitting is None and len(readers) > 1:
-        ways = either([", ".join(reader.needed) for reader in readers])
+        columns = either([", ".join(reader.needed) for reader in readers])
         raise UserError(
-            f"{row.place}: format {readers[0].options.format!r} has the columns {ways}, but the row has "
-            f"{some(row.values)}: name the row's in tasks.options"
+            f"{row.location}: format {readers[0].options.format!r} has the columns {columns}, but the row has "
+            f"{shortlist(row.values)}: name the row's in tasks.options"
         )
     return (fitting or readers[0]).task(row, prefix)
 
@@ -127,7 +127,7 @@ def held_out_rows(count: int, held_out: float | int) -> set[int]:
     """Evenly spaced positions: of 10 rows, 2 are the fifth and the last."""
     if isinstance(held_out, bool) or held_out < 0 or (isinstance(held_out, float) and held_out >= 1):
         raise UserError(f"tasks.options: held_out is {held_out}: write a share below 1, or a whole number of rows")
-    many = held_out if isinstance(held_out, int) else round(count * held_out)
-    if many > count:
+    size = held_out if isinstance(held_out, int) else round(count * held_out)
+    if size > count:
         raise UserError(f"tasks.options: held_out is {held_out}, but there are {count} rows")
-    return {position for position in range(count) if (position + 1) * many // count > position * many // count}
+    return {position for position in range(count) if (position + 1) * size // count > position * size // count}

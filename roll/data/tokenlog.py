@@ -26,7 +26,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from roll.data.routes import NO_ROUTES, Routes, free, unrecorded
+from roll.data.routes import NO_ROUTES, Routes, unrecorded_rows, unrecorded_value
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
@@ -62,7 +62,7 @@ class TokenLog:
         self._routed = 0
 
     @classmethod
-    def of_columns(
+    def from_columns(
         cls,
         ids: IntArray,
         loss_mask: BoolArray,
@@ -89,17 +89,17 @@ class TokenLog:
         if routes.shape[1]:
             for branch in branches(turn):
                 log._routed = 0
-                log._keep_routes(branch.start, _recorded(routes[branch]))
+                log._keep_routes(branch.start, _trim_unrecorded(routes[branch]))
         return log
 
     @classmethod
-    def imitated(cls, ids: Sequence[int] | IntArray, loss_mask: Sequence[bool] | BoolArray) -> TokenLog:
+    def from_loss_mask(cls, ids: Sequence[int] | IntArray, loss_mask: Sequence[bool] | BoolArray) -> TokenLog:
         """Tokens that were not sampled: responses to imitate, with log-prob 0 and no version."""
         mask = np.asarray(loss_mask, np.bool_)
         begins = mask & ~np.concatenate([[False], mask[:-1]])
         turn = np.where(mask, np.cumsum(begins) - 1, NO_TURN)
         none = np.full(len(mask), NO_VERSION, np.int32)
-        return cls.of_columns(np.asarray(ids, np.int32), mask, np.zeros(len(mask), np.float32), none, turn)
+        return cls.from_columns(np.asarray(ids, np.int32), mask, np.zeros(len(mask), np.float32), none, turn)
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -113,19 +113,19 @@ class TokenLog:
         """Appends tokens of a prompt, which are not trained on."""
         if self._segments:
             raise ValueError("a token log begins with its prompt: later input is an observation")
-        self._append(Segment("prompt", _frozen(ids, np.int32)))
+        self._append(Segment("prompt", _read_only(ids, np.int32)))
 
     def fork(self, ids: Sequence[int] | IntArray) -> None:
         """Begins a branch with this prompt."""
         if not self._segments or not len(ids):
             raise ValueError("a branch begins with its prompt, after the log has begun with one")
-        self._append(Segment("prompt", _frozen(ids, np.int32)))
+        self._append(Segment("prompt", _read_only(ids, np.int32)))
 
     def observe(self, ids: Sequence[int] | IntArray) -> None:
         """Appends tokens of an environment's observation, which are not trained on."""
         if not self._segments:
             raise ValueError("a token log begins with its prompt, not with an observation")
-        self._append(Segment("observation", _frozen(ids, np.int32)))
+        self._append(Segment("observation", _read_only(ids, np.int32)))
 
     def respond(
         self,
@@ -141,18 +141,20 @@ class TokenLog:
         if not len(ids) == len(logprobs) == len(versions):
             raise ValueError(f"{len(ids)} response tokens with {len(logprobs)} log-probs and {len(versions)} versions")
         self._append(
-            Segment("response", _frozen(ids, np.int32), _frozen(logprobs, np.float32), _frozen(versions, np.int32))
+            Segment(
+                "response", _read_only(ids, np.int32), _read_only(logprobs, np.float32), _read_only(versions, np.int32)
+            )
         )
         if routes is not None:
-            self._keep_routes(len(self) - self._branch_tokens + self._routed, _frozen(routes, routes.dtype))
+            self._keep_routes(len(self) - self._branch_tokens + self._routed, _read_only(routes, routes.dtype))
 
     def _keep_routes(self, start: int, routes: Routes) -> None:
         """Stores the routes of tokens of the last branch, from `start` on."""
         assert routes.ndim == 2, f"routes have one row per token, not the shape {routes.shape}"
-        known = self._routes[0][1] if self._routes else routes
-        if (routes.shape[1], routes.dtype) != (known.shape[1], known.dtype):
+        first = self._routes[0][1] if self._routes else routes
+        if (routes.shape[1], routes.dtype) != (first.shape[1], first.dtype):
             raise ValueError(
-                f"routes of {routes.shape[1]} {routes.dtype} per token follow {known.shape[1]} {known.dtype}"
+                f"routes of {routes.shape[1]} {routes.dtype} per token follow {first.shape[1]} {first.dtype}"
             )
         if start + len(routes) > len(self):
             raise ValueError(f"routes of {len(routes)} tokens from number {start} on, in a log of {len(self)}")
@@ -173,12 +175,12 @@ class TokenLog:
     @property
     def ids(self) -> IntArray:
         """All token ids."""
-        return _joined([s.ids for s in self._segments], np.int32)
+        return _concat([s.ids for s in self._segments], np.int32)
 
     @property
     def context(self) -> IntArray:
         """The context of the next token: the tokens of the last branch."""
-        return _joined([s.ids for s in self._segments[self._branch :]], np.int32)
+        return _concat([s.ids for s in self._segments[self._branch :]], np.int32)
 
     @property
     def context_tokens(self) -> int:
@@ -188,13 +190,13 @@ class TokenLog:
     @property
     def loss_mask(self) -> BoolArray:
         """Whether each token was sampled, and so may be trained on."""
-        return _joined([np.full(len(s.ids), s.kind == "response") for s in self._segments], np.bool_)
+        return _concat([np.full(len(s.ids), s.kind == "response") for s in self._segments], np.bool_)
 
     @property
     def behaviour(self) -> FloatArray:
         """The sampler's log-probs; 0 if the token was not sampled."""
         parts = [s.logprobs if s.logprobs is not None else np.zeros(len(s.ids), np.float32) for s in self._segments]
-        return _joined(parts, np.float32)
+        return _concat(parts, np.float32)
 
     @property
     def versions(self) -> IntArray:
@@ -202,7 +204,7 @@ class TokenLog:
         parts = [
             s.versions if s.versions is not None else np.full(len(s.ids), NO_VERSION, np.int32) for s in self._segments
         ]
-        return _joined(parts, np.int32)
+        return _concat(parts, np.int32)
 
     @property
     def turn(self) -> IntArray:
@@ -216,14 +218,14 @@ class TokenLog:
                 turns[0] = FORK
             parts.append(turns)
             responses += sampled
-        return _joined(parts, np.int32)
+        return _concat(parts, np.int32)
 
     @property
     def routes(self) -> Routes:
         """The experts that each token was routed to, one row per token."""
         if not self._routes:
             return np.zeros((len(self), 0), NO_ROUTES.dtype)
-        routes = unrecorded(len(self), self._routes[0][1])
+        routes = unrecorded_rows(len(self), self._routes[0][1])
         for start, rows in self._routes:
             routes[start : start + len(rows)] = rows
         return routes
@@ -252,7 +254,7 @@ def common_prefix(a: IntArray, b: IntArray) -> int:
     return int(differing[0]) if len(differing) else length
 
 
-def begin_alike(a: IntArray, b: IntArray, count: int) -> bool:
+def share_prefix(a: IntArray, b: IntArray, count: int) -> bool:
     """Whether two sequences agree in their first `count` tokens. The last of these is compared first, since it differs in
     most cases in which they do not."""
     if count < 1:
@@ -262,17 +264,17 @@ def begin_alike(a: IntArray, b: IntArray, count: int) -> bool:
     return np.array_equal(a[:count], b[:count])
 
 
-def _recorded(routes: Routes) -> Routes:
+def _trim_unrecorded(routes: Routes) -> Routes:
     """The routes without trailing unrecorded rows."""
-    known = np.flatnonzero((routes != free(routes)).any(axis=1))
-    return _frozen(routes[: known[-1] + 1 if len(known) else 0], routes.dtype)
+    known = np.flatnonzero((routes != unrecorded_value(routes)).any(axis=1))
+    return _read_only(routes[: known[-1] + 1 if len(known) else 0], routes.dtype)
 
 
-def _frozen(values: object, dtype: Any) -> NDArray[Any]:
+def _read_only(values: object, dtype: Any) -> NDArray[Any]:
     array = np.array(values, dtype=dtype)
     array.setflags(write=False)
     return array
 
 
-def _joined(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+def _concat(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
     return np.concatenate(parts) if parts else np.zeros(0, dtype)

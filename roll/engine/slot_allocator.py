@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from roll.data.tokenlog import IntArray, begin_alike, common_prefix
+from roll.data.tokenlog import IntArray, common_prefix, share_prefix
 from roll.engine.cache import SlotCache
 from roll.engine.kv_sizing import CacheShape
 from roll.engine.shared_sequence import SharedSequence
@@ -131,7 +131,7 @@ class SlotAllocator:
     def _shareable(self, donor: SharedSequence, tokens: IntArray, prompt: IntArray, above: int) -> int:
         """How many positions of the donor a sequence with this prompt can reuse; 0 if not more than `above`. The last
         token of the prompt must be computed, because its hidden state is needed, unless the donor has that."""
-        if not begin_alike(tokens, prompt, above + 1):
+        if not share_prefix(tokens, prompt, above + 1):
             return 0
         same = common_prefix(tokens, prompt)
         if same == len(prompt) == len(donor.prompt) and donor.prompt_hidden is not None:

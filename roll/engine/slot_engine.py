@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.config.errors import RunError
-from roll.data.tokenlog import IntArray, begin_alike
+from roll.data.tokenlog import IntArray, share_prefix
 from roll.engine.cache import CachePlan, DecodeRows, PrefillChunk, SlotCache
 from roll.engine.cpu_forward import column_logits, forward_columns, supported
 from roll.engine.kv_sizing import CacheShape, FreeBytes, KVBudget, SlotSizing
@@ -274,7 +274,7 @@ class SlotEngine:
             slot = slots[id(sequence)]
             self._shared += self._slots.share(slot)
             worth = max(sequence.cached + 1, SHORTEST_SHARED)
-            if sequence.hidden is None and not any(begin_alike(each.prompt, sequence.prompt, worth) for each in begun):
+            if sequence.hidden is None and not any(share_prefix(each.prompt, sequence.prompt, worth) for each in begun):
                 rows = min(room, len(sequence.prompt) - sequence.cached)
                 chunks.append(PrefillChunk(slot, sequence.cached, rows))
                 begun.append(sequence)

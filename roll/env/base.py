@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeAlias
 
-from roll.data.finite import hint, metric_of, named, reward_of, short
+from roll.data.finite import describe, hint, metric_of, reward_of, short_repr
 
 if TYPE_CHECKING:
     from roll.data.task import Message
@@ -132,7 +132,7 @@ def stepped(result: Any) -> Step:
     if isinstance(result, Step):
         result = (result.observation, result.reward, result.terminated, result.truncated, result.info)
     if not isinstance(result, tuple):
-        raise ValueError(f"step returned {named(result)}, not a Step{hint(result)}")
+        raise ValueError(f"step returned {describe(result)}, not a Step{hint(result)}")
     if len(result) != 5:
         raise ValueError(f"step returned {len(result)} values, not 5: (observation, reward, terminated, truncated, info)")
     observation, reward, terminated, truncated, info = result
@@ -156,7 +156,7 @@ def tools_of(environment: Any) -> Any:
 
 def _tools(value: Any) -> tuple[dict[str, Any], ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(tool, Mapping) for tool in value):
-        raise ValueError(f"the environment's tools are {named(value)}, not a list of JSON schemas")
+        raise ValueError(f"the environment's tools are {describe(value)}, not a list of JSON schemas")
     try:
         return tuple(json.loads(json.dumps([dict(tool) for tool in value])))  # plain types: the pool unpickles no others
     except (TypeError, ValueError) as error:
@@ -168,15 +168,15 @@ def _observation(value: Any, what: str) -> str | tuple[Message, ...]:
         return _text(value, what)
     if isinstance(value, list | tuple):
         return tuple(_message(message, what) for message in value)
-    raise ValueError(f"{what} {named(value)}, not a text or a list of messages{hint(value)}")
+    raise ValueError(f"{what} {describe(value)}, not a text or a list of messages{hint(value)}")
 
 
 def _message(value: Any, what: str) -> Message:
     if not isinstance(value, Mapping) or set(value) != {"role", "content"}:
-        raise ValueError(f"{what} a list with {named(value)} in it: a message has `role` and `content`, nothing else")
+        raise ValueError(f"{what} a list with {describe(value)} in it: a message has `role` and `content`, nothing else")
     for key in ("role", "content"):
         if not isinstance(value[key], str):
-            raise ValueError(f"{what} a message whose {key} is {named(value[key])}, not a text")
+            raise ValueError(f"{what} a message whose {key} is {describe(value[key])}, not a text")
     return {"role": _text(value["role"], what), "content": _text(value["content"], what)}
 
 
@@ -190,18 +190,18 @@ def _text(value: str, what: str) -> str:
 
 def _flag(value: Any, name: str) -> bool:
     if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):  # the last two are NumPy's
-        raise ValueError(f"step returned, as {name}, {named(value)}, not True or False")
+        raise ValueError(f"step returned, as {name}, {describe(value)}, not True or False")
     return bool(value)
 
 
 def _info(value: Any, method: str) -> dict[str, float | str]:
     if not isinstance(value, Mapping):
-        raise ValueError(f"{method} returned, as info, {named(value)}, not a mapping")
+        raise ValueError(f"{method} returned, as info, {describe(value)}, not a mapping")
     info: dict[str, float | str] = {}
     for key, item in value.items():
-        what = f"{method} returned, as info[{short(key)}],"
+        what = f"{method} returned, as info[{short_repr(key)}],"
         if not isinstance(key, str):
-            raise ValueError(f"{what} a value whose name is {named(key)}, not a text")
+            raise ValueError(f"{what} a value whose name is {describe(key)}, not a text")
         name = _text(key, what)
         info[name] = _text(item, what) if isinstance(item, str) else metric_of(item, what)
     return info

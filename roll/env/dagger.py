@@ -115,7 +115,7 @@ def _played(folder: RunFolder, last_steps: int) -> Iterator[tuple[Task, list[str
 
 
 def _responses(row: Mapping[str, Any]) -> Iterator[list[int]]:
-    log = TokenLog.imitated(row["ids"], np.asarray(row["loss_mask"], np.bool_))
+    log = TokenLog.from_loss_mask(row["ids"], np.asarray(row["loss_mask"], np.bool_))
     return (segment.ids.tolist() for segment in log.segments if segment.kind == "response")
 
 

@@ -105,7 +105,7 @@ def _logs(chat: Chat, renderer: ChatRenderer) -> list[TokenLog]:
 
 def _last_answer(log: TokenLog) -> TokenLog:
     """The log with only the last response as a response."""
-    return TokenLog.imitated(log.ids, log.loss_mask & (log.turn == log.turn.max()))
+    return TokenLog.from_loss_mask(log.ids, log.loss_mask & (log.turn == log.turn.max()))
 
 
 def _fitting(chat: Chat, log: TokenLog, limit: int, config: DataConfig) -> TokenLog | None:
@@ -117,7 +117,7 @@ def _fitting(chat: Chat, log: TokenLog, limit: int, config: DataConfig) -> Token
             f"data: conversation {chat.id!r} has {len(log)} tokens, more than the {limit} that fit: write "
             "data.too_long=drop to leave out such conversations, or data.too_long=cut to cut off their ends"
         )
-    cut = TokenLog.imitated(log.ids[:limit], log.loss_mask[:limit])
+    cut = TokenLog.from_loss_mask(log.ids[:limit], log.loss_mask[:limit])
     return cut if config.too_long == "cut" and cut.response_tokens else None
 
 

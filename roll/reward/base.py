@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, SupportsFloat, TypeAlias, cast
 
 from roll.config.secrets import KNOWN
-from roll.data.finite import check_reward, metric_of, reward_of, short
+from roll.data.finite import check_reward, metric_of, reward_of, short_repr
 from roll.data.task import Response, Task
 
 RewardFn: TypeAlias = Callable[[Task, Response], SupportsFloat | Mapping[str, SupportsFloat]]
@@ -97,7 +97,7 @@ def answer_of(reward: RewardFn, task: Task, response: Response) -> str | None:
     """The answer that a reward extracts from a response, normalised so that equal answers are equal strings."""
     answer = cast(Any, reward).answer_of(task, response)
     if answer is not None and not isinstance(answer, str):
-        raise ValueError(f"answer_of returned {short(answer)} ({type(answer).__name__}), not a string or None")
+        raise ValueError(f"answer_of returned {short_repr(answer)} ({type(answer).__name__}), not a string or None")
     return answer
 
 
@@ -113,7 +113,7 @@ def normalise(result: object, who: str = "the reward function") -> Verdict:
         raise ValueError(f"{who} returned an empty mapping, not a number or named parts")
     for name in result:
         if not isinstance(name, str):
-            raise ValueError(f"{who} returned a part named {short(name)}: names are strings")
+            raise ValueError(f"{who} returned a part named {short_repr(name)}: names are strings")
     parts = {
         KNOWN.without(name): metric_of(value, f"{who} returned, as {name!r},", _IF_ASYNC)
         for name, value in result.items()

@@ -19,7 +19,7 @@ from typing import Any
 import safetensors.numpy
 
 from roll.atomic_files import atomic_open, atomic_write
-from roll.data.batch import LOGGED, token_block
+from roll.data.batch import LOG_COLUMNS, token_block
 from roll.data.sample import Group, Sample
 from roll.data.task import Response, Task
 from roll.data.tokenlog import TokenLog
@@ -86,7 +86,7 @@ def write_part(folder: Path, part: int, samples: Sequence[Sample]) -> None:
     tokens, lines = _files(folder, part)
     tokens.parent.mkdir(exist_ok=True)
     columns = token_block(samples)
-    atomic_write(tokens, safetensors.numpy.save({name: columns.column(name) for name in LOGGED}))
+    atomic_write(tokens, safetensors.numpy.save({name: columns.column(name) for name in LOG_COLUMNS}))
     with atomic_open(lines) as file:  # written last: if it exists, the tokens do too
         for sample in samples:
             response = None if sample.response is None else asdict(sample.response)
@@ -106,7 +106,7 @@ def read_part(folder: Path, part: int, tasks: dict[int, Task]) -> Iterator[Sampl
         start = span.stop
         if said["group"] in tasks:
             sample = _sample_of(said, tasks[said["group"]])
-            sample.log = TokenLog.of_columns(**{name: column[span] for name, column in columns.items()})
+            sample.log = TokenLog.from_columns(**{name: column[span] for name, column in columns.items()})
             sample.response = None if response is None else Response(**response)
             yield sample
 

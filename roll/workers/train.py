@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def join_tokens(results: Sequence[TokenColumn], parts: Sequence[Indices], whole: Batch) -> TokenColumn:
-    return TokenColumn.joined(results, parts)
+    return TokenColumn.concat(results, parts)
 
 
 def _join_samples(results: Sequence[Array], parts: Sequence[Indices], whole: Batch) -> Array:

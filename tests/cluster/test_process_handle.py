@@ -231,7 +231,7 @@ def test_arguments_for_all_ranks_are_packed_once() -> None:
 def test_token_columns_come_whole() -> None:
     async def use(ranks: Cluster[Rank]) -> None:
         column = await ranks.call(Rank.column, ragged([2, 3]))
-        assert column.is_here
+        assert column.is_local
         assert ragged([2, 3]).with_columns(ref=column)["ref"].tolist() == [0, 1, 2, 3, 4]
 
     with_ranks(use)

@@ -38,7 +38,7 @@ MEGABYTE = 10**6
 
 
 def join_columns(results: Sequence[TokenColumn], parts: Sequence[Indices], whole: Batch) -> TokenColumn:
-    return TokenColumn.joined(results, parts)
+    return TokenColumn.concat(results, parts)
 
 
 def join_lists(results: Sequence[list[Any]], parts: Sequence[Indices], whole: Batch) -> list[Any]:
@@ -340,8 +340,8 @@ def test_a_column_stays_at_the_workers_and_goes_from_there_to_another_role(roles
 
     column = batch.columns["ref"]
     assert isinstance(column, TokenColumn)
-    assert not column.is_here
-    with pytest.raises(LookupError, match="held by workers"):
+    assert not column.is_local
+    with pytest.raises(LookupError, match="in other processes"):
         batch["ref"]
     sparse = Batch(batch.offsets, {"sample": batch["sample"], "ref": column})
 
@@ -351,7 +351,7 @@ def test_a_column_stays_at_the_workers_and_goes_from_there_to_another_role(roles
     assert roles.run(roles.toys.call(Toy.added, sparse.select([2]))) == (batch.rows("ids")[2] / 2).sum()
     fetched = roles.run(roles.executor.fetch(sparse))
     assert np.array_equal(fetched["ref"], batch.ids.astype(np.float32) / 2)
-    assert not column.is_here, "the batch is as it was"
+    assert not column.is_local, "the batch is as it was"
 
 
 async def with_halves(toys: Cluster[Toy], batch: Batch) -> Batch:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.ray
 
 
 def join(results: Sequence[TokenColumn], parts: Sequence[Indices], whole: Batch) -> TokenColumn:
-    return TokenColumn.joined(results, parts)
+    return TokenColumn.concat(results, parts)
 
 
 class Settler(Worker):

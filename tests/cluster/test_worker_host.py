@@ -298,7 +298,7 @@ def test_token_columns_of_a_result_stay_and_a_reference_travels() -> None:
         answer = await host.call("column", [batch], {})
         assert isinstance(answer, CallResult)
         column = answer.value
-        assert not column.is_here
+        assert not column.is_local
         assert [block.columns for block in column.blocks] == [RemoteRef(0)]
         assert memory.kept[0]["values"].tolist() == [0, 1, 2, 10, 11]
         whole = batch.with_columns(ref=column).resolved(lambda refs: [memory.kept[ref] for ref in refs])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import roll.data.remote_columns
 from roll.data import Batch, Sample, Task
-from roll.data.batch import LOGGED, token_block
+from roll.data.batch import LOG_COLUMNS, token_block
 from roll.data.remote_columns import (
     ColumnBlock,
     Columns,
@@ -84,10 +84,8 @@ def test_selecting_is_choosing_rows(made: tuple[TokenColumn, list[list[int]], In
     chosen = indices(data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=10)) if rows else [])
     picked = column.select(chosen)
     assert listed(picked, lengths[chosen]) == [rows[i] for i in chosen]
-    assert picked.gathered(lengths[chosen], np.zeros(0, np.int32)).tolist() == [
-        value for i in chosen for value in rows[i]
-    ]
-    assert {id(block) for block in picked.blocks} == {id(column.blocks[column.which[i]]) for i in chosen}
+    assert picked.gather(lengths[chosen], np.zeros(0, np.int32)).tolist() == [value for i in chosen for value in rows[i]]
+    assert {id(block) for block in picked.blocks} == {id(column.blocks[column.block_index[i]]) for i in chosen}
     again = indices(data.draw(st.lists(st.integers(0, len(chosen) - 1), max_size=10)) if len(chosen) else [])
     assert listed(picked.select(again), lengths[chosen][again]) == [rows[chosen[i]] for i in again]
 
@@ -96,7 +94,7 @@ def test_selecting_is_choosing_rows(made: tuple[TokenColumn, list[list[int]], In
 @given(columns())
 def test_gathering_is_one_array_of_all_rows(made: tuple[TokenColumn, list[list[int]], Indices]) -> None:
     column, rows, lengths = made
-    gathered = column.gathered(lengths, np.zeros(0, np.int32))
+    gathered = column.gather(lengths, np.zeros(0, np.int32))
     assert gathered.tolist() == [value for row in rows for value in row]
     assert gathered.dtype == np.int32
 
@@ -116,8 +114,8 @@ def test_joining_puts_every_sample_where_it_belongs(
     expected: list[list[int]] = [[] for _ in whole]
     for place, row in zip(places, whole, strict=True):
         expected[place] = row
-    renamed = [made[0][0], *(column.renamed(key) for column, _, _ in made[1:])]
-    joined = TokenColumn.joined(renamed, parts)
+    renamed = [made[0][0], *(column.with_key(key) for column, _, _ in made[1:])]
+    joined = TokenColumn.concat(renamed, parts)
     assert listed(joined, indices([len(row) for row in expected])) == expected
 
 
@@ -126,11 +124,11 @@ def test_rows_and_one_block_in_order_are_views() -> None:
     column = TokenColumn.flat(values, indices([0, 3, 3, 10]))
     assert [row.tolist() for row in column.rows(indices([3, 0, 7]))] == [[0, 1, 2], [], list(range(3, 10))]
     assert all(np.shares_memory(row, values) for row in column.rows(indices([3, 0, 7])) if len(row))
-    assert np.shares_memory(column.gathered(indices([3, 0, 7]), np.zeros(0, np.int32)), values)
+    assert np.shares_memory(column.gather(indices([3, 0, 7]), np.zeros(0, np.int32)), values)
     some = column.select(indices([1, 2]))
-    assert np.shares_memory(some.gathered(indices([0, 7]), np.zeros(0, np.int32)), values)
+    assert np.shares_memory(some.gather(indices([0, 7]), np.zeros(0, np.int32)), values)
     turned = column.select(indices([2, 0]))
-    assert turned.gathered(indices([7, 3]), np.zeros(0, np.int32)).tolist() == [*range(3, 10), 0, 1, 2]
+    assert turned.gather(indices([7, 3]), np.zeros(0, np.int32)).tolist() == [*range(3, 10), 0, 1, 2]
 
 
 def test_the_example_of_the_docstring() -> None:
@@ -139,7 +137,7 @@ def test_the_example_of_the_docstring() -> None:
     lengths = indices([3, 2, 4, 1])
     assert listed(column, lengths) == [[0, 1, 2], [3, 4], [10, 11, 12, 13], [14]]
     picked = column.select(indices([3, 0]))
-    assert (picked.which.tolist(), picked.starts.tolist()) == ([1, 0], [4, 0])
+    assert (picked.block_index.tolist(), picked.starts.tolist()) == ([1, 0], [4, 0])
     assert listed(picked, lengths[[3, 0]]) == [[14], [0, 1, 2]]
 
 
@@ -148,12 +146,12 @@ def test_the_example_of_the_docstring() -> None:
 
 def test_a_column_elsewhere_cannot_be_read_and_says_what_to_do() -> None:
     column = to_remote(TokenColumn.flat(np.arange(3), indices([0, 3])), Store().put)
-    assert not column.is_here
-    for read in (lambda: column.rows(indices([3])), lambda: column.gathered(indices([3]), np.zeros(0, np.int32))):
-        with pytest.raises(LookupError, match="held by workers: fetch the batch"):
+    assert not column.is_local
+    for read in (lambda: column.rows(indices([3])), lambda: column.gather(indices([3]), np.zeros(0, np.int32))):
+        with pytest.raises(LookupError, match="in other processes: fetch the batch"):
             read()
-    with pytest.raises(LookupError, match="held by workers"):
-        column.renamed("ids")
+    with pytest.raises(LookupError, match="in other processes"):
+        column.with_key("ids")
 
 
 @CASES
@@ -264,9 +262,9 @@ def test_batches_here_and_elsewhere_join_in_either_order(
 def test_columns_elsewhere_under_different_names_cannot_be_joined() -> None:
     store = Store()
     one, other = (to_remote(TokenColumn.flat(np.arange(2), indices([0, 2])), store.put) for _ in range(2))
-    other = TokenColumn(other.blocks, other.which, other.starts, "ids")
-    with pytest.raises(LookupError, match="held by workers"):
-        TokenColumn.joined([one, other], [indices([0]), indices([1])])
+    other = TokenColumn(other.blocks, other.block_index, other.starts, "ids")
+    with pytest.raises(LookupError, match="in other processes"):
+        TokenColumn.concat([one, other], [indices([0]), indices([1])])
 
 
 def test_a_batch_here_travels_with_its_own_samples_only() -> None:
@@ -316,7 +314,7 @@ def test_a_column_of_other_samples_is_refused() -> None:
         batch.with_columns(ref=TokenColumn.flat(np.zeros(3), indices([0, 3])))
     with pytest.raises(ValueError, match="column 'reward' has 2 samples' tokens, expected 2"):
         batch.with_columns(reward=TokenColumn.flat(np.zeros(9), batch.offsets))
-    with pytest.raises(AssertionError, match="'reward' has one value a sample"):
+    with pytest.raises(AssertionError, match="'reward' has one value per sample"):
         batch.rows("reward")
 
 
@@ -330,7 +328,7 @@ def test_a_computed_column_may_be_elsewhere_beside_columns_here() -> None:
         more["ref"]
     assert more.select([1]).resolved(store.fetch)["ref"].tolist() == [5, 6, 7, 8]
     assert {block.columns.ref for block in more.blocks if isinstance(block.columns, RemoteRef)} == {0}
-    assert LOGGED == ("ids", "loss_mask", "behaviour", "versions", "turn", "routes")
+    assert LOG_COLUMNS == ("ids", "loss_mask", "behaviour", "versions", "turn", "routes")
 
 
 @given(lengths=st.lists(st.integers(0, 12), max_size=30), most=st.integers(1, 20))

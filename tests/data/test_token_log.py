@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.data import TokenLog
-from roll.data.batch import LOGGED
-from roll.data.routes import routes_type, signed
-from roll.data.tokenlog import begin_alike, branches, common_prefix
+from roll.data.batch import LOG_COLUMNS
+from roll.data.routes import routes_type, to_signed
+from roll.data.tokenlog import branches, common_prefix, share_prefix
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=6)
 KINDS = ["response", "observation", "fork"]
@@ -65,8 +65,8 @@ def test_columns_follow_from_the_segments_and_only_grow(
     assert log.context.tolist() == ids[begins[-1] :]
     if not prompt:
         return
-    again = TokenLog.of_columns(**{name: getattr(log, name) for name in LOGGED})
-    assert all(np.array_equal(getattr(again, name), getattr(log, name)) for name in LOGGED)
+    again = TokenLog.from_columns(**{name: getattr(log, name) for name in LOG_COLUMNS})
+    assert all(np.array_equal(getattr(again, name), getattr(log, name)) for name in LOG_COLUMNS)
 
 
 def test_the_example_of_the_docstring() -> None:
@@ -139,7 +139,7 @@ def test_every_response_token_has_a_log_prob_and_a_version(logprobs: list[float]
 @given(a=st.lists(st.integers(0, 1), max_size=6), b=st.lists(st.integers(0, 1), max_size=6), count=st.integers(-1, 7))
 def test_sequences_begin_alike_as_far_as_their_common_prefix_goes(a: list[int], b: list[int], count: int) -> None:
     one, other = np.array(a, np.int32), np.array(b, np.int32)
-    assert begin_alike(one, other, count) == (common_prefix(one, other) >= count)
+    assert share_prefix(one, other, count) == (common_prefix(one, other) >= count)
 
 
 @st.composite
@@ -175,8 +175,8 @@ def test_routes_follow_those_that_are_recorded_and_survive_as_a_column(made: tup
         assert all(set(row) == {255} for row in expected)
     else:
         assert routes.tolist() == expected
-        assert (signed(routes) == np.where(routes == 255, -1, routes.astype(int))).all()
-    again = TokenLog.of_columns(**{name: getattr(log, name) for name in LOGGED})
+        assert (to_signed(routes) == np.where(routes == 255, -1, routes.astype(int))).all()
+    again = TokenLog.from_columns(**{name: getattr(log, name) for name in LOG_COLUMNS})
     assert np.array_equal(again.routes, routes)
     assert again.routes.dtype == routes.dtype
     assert again.routed == log.routed
@@ -184,7 +184,7 @@ def test_routes_follow_those_that_are_recorded_and_survive_as_a_column(made: tup
 
 def test_the_width_of_experts_numbers_leaves_one_for_none() -> None:
     assert [routes_type(experts) for experts in (8, 254, 255, 256, 512)] == [np.uint8, np.uint8, *[np.uint16] * 3]
-    assert signed(np.array([[0, 65535]], np.uint16)).tolist() == [[0, -1]]
+    assert to_signed(np.array([[0, 65535]], np.uint16)).tolist() == [[0, -1]]
 
 
 @pytest.mark.parametrize(

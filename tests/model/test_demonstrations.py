@@ -105,7 +105,7 @@ def test_templates_that_do_not_show_how_an_answer_ends_or_begins_are_refused() -
 @given(mask=st.lists(st.booleans(), max_size=12))
 def test_tokens_and_a_mask_make_the_log_they_came_from(mask: list[bool]) -> None:
     mask = [False, *mask]
-    log = TokenLog.imitated(list(range(len(mask))), mask)
+    log = TokenLog.from_loss_mask(list(range(len(mask))), mask)
     assert log.ids.tolist() == list(range(len(mask)))
     assert log.loss_mask.tolist() == mask
     kinds = [segment.kind for segment in log.segments]
@@ -115,4 +115,4 @@ def test_tokens_and_a_mask_make_the_log_they_came_from(mask: list[bool]) -> None
 
 def test_a_log_cannot_begin_with_an_answer() -> None:
     with pytest.raises(ValueError, match="begins with its prompt"):
-        TokenLog.imitated([1, 2], [True, False])
+        TokenLog.from_loss_mask([1, 2], [True, False])

@@ -30,7 +30,7 @@ def corpus(*chats: Chat, held_out: tuple[Chat, ...] = (), context: int = 1024, *
 
 
 def test_samples_in_tokens() -> None:
-    tokens = TokenLog.imitated([1, 5, 0, 2, 6, 0], [False, False, False, False, True, True])
+    tokens = TokenLog.from_loss_mask([1, 5, 0, 2, 6, 0], [False, False, False, False, True, True])
     made = corpus(Chat.of("a", "q", "yes"), Chat("b", log=tokens), held_out=(Chat.of("c", "q", "no"),))
     assert made.train["task"].tolist() == ["a", "b"]
     assert made.train.lengths.tolist() == [8, 6]
@@ -70,7 +70,7 @@ def test_what_is_too_long_is_refused_dropped_or_cut() -> None:
 
 def test_tokens_the_model_does_not_have_are_refused() -> None:
     with pytest.raises(UserError, match=r"'b' has the token 100000, but the model has tokens 0 to \d+"):
-        corpus(Chat("b", log=TokenLog.imitated([1, 100_000], [False, True])))
+        corpus(Chat("b", log=TokenLog.from_loss_mask([1, 100_000], [False, True])))
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)

@@ -15,7 +15,7 @@ from rollout_toys import Moves, ToyRunner, go, tasks
 
 from roll.config.schema import RolloutConfig
 from roll.data import Response, Sample, Task
-from roll.data.batch import LOGGED
+from roll.data.batch import LOG_COLUMNS
 from roll.data.tokenlog import TokenLog
 from roll.rollout.buffer_checkpoint import read_part, write_part
 from roll.rollout.lifecycle import Lifecycle
@@ -42,7 +42,7 @@ def log_of(prompt: list[int], segments: list[tuple[str, list[int]]]) -> TokenLog
 
 
 def assert_same(log: TokenLog, other: TokenLog) -> None:
-    for name in LOGGED:
+    for name in LOG_COLUMNS:
         column = getattr(log, name)
         assert column.dtype == getattr(other, name).dtype
         np.testing.assert_array_equal(column, getattr(other, name))
@@ -51,7 +51,7 @@ def assert_same(log: TokenLog, other: TokenLog) -> None:
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=4), st.lists(SEGMENT, max_size=6))
 def test_a_log_made_of_the_columns_of_another_has_the_same(prompt: list[int], segments: list[Any]) -> None:
     log = log_of(prompt, segments)
-    assert_same(TokenLog.of_columns(*(getattr(log, name) for name in LOGGED)), log)
+    assert_same(TokenLog.from_columns(*(getattr(log, name) for name in LOG_COLUMNS)), log)
 
 
 def test_samples_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_what_was_ready_is_trained_on_and_what_was_open_is_issued_again(tmp_path
         assert rollout.batch is not None
         for name in ("sample", "task", "group", "reward"):
             assert (rollout.batch[name] == columns[name]).all()
-        for name in LOGGED:
+        for name in LOG_COLUMNS:
             for row, other in zip(rollout.batch.rows(name), ready, strict=True):
                 assert len(row) == other.tokens
         assert await after.pool.tokens.texts(rollout.trained) == [f"answer to {s.task.id}" for s in ready]

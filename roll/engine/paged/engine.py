@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.config.errors import RunError
 from roll.data.routes import Routes
-from roll.data.tokenlog import IntArray, begin_alike
+from roll.data.tokenlog import IntArray, share_prefix
 from roll.engine.paged.batch_state import BatchState, PagedSequence, decode_inputs, prefill_inputs
 from roll.engine.paged.blocks import Key, keys_of
 from roll.engine.paged.kv_cache import BLOCK, RoutesRead
@@ -253,7 +253,7 @@ class PagedEngine:
             sequence.version = self.version
             sequence.known = np.concatenate([sequence.request.ids, sequence.tokens]).astype(np.int32)
             said, keys = self._said.pop(sequence.request.id, (_NOTHING, []))
-            known = keys if begin_alike(said, sequence.known[:-1], len(said)) else []
+            known = keys if share_prefix(said, sequence.known[:-1], len(said)) else []
             sequence.keys = keys_of(sequence.known[:-1], BLOCK, self.version, known)
 
     def _unfilled(self, sequence: PagedSequence) -> list[Key]:

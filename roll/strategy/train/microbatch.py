@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from roll.data.batch import Batch
 from roll.data.remote_columns import Indices
-from roll.data.routes import signed
+from roll.data.routes import to_signed
 from roll.data.tokenlog import branches
 from roll.model.attention import AttentionPlan, forward_rows
 from roll.model.routing import FREE
@@ -148,7 +148,7 @@ def _of_rows(routes: Sequence[NDArray[Any]], paths: Sequence[Indices], rows: int
     """The experts of each packed token, as recorded for the first sample that goes through it."""
     found = np.full((rows, routes[0].shape[1]), FREE, np.int16)
     for unsigned, path in zip(reversed(routes), reversed(paths), strict=True):
-        values = signed(unsigned)
+        values = to_signed(unsigned)
         known = (values != FREE).all(1)
         found[path[known]] = values[known]
     return found

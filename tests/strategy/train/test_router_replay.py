@@ -12,7 +12,7 @@ from torch import Tensor
 
 from roll.algorithm import LossSpec
 from roll.data import Batch
-from roll.data.routes import signed
+from roll.data.routes import to_signed
 from roll.engine.routes import RouteRecorder
 from roll.model.routing import Routers
 from tests.strategy.train.sharded.trainers import (
@@ -54,7 +54,7 @@ def plain_log_probs(kind: str, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]
     rows = zip(batch.rows("ids"), batch.rows("loss_mask"), batch.rows("routes"), batch["temperature"], strict=True)
     for ids, mask, routes, heat in rows:
         if mask.any():
-            now[:] = [torch.from_numpy(signed(routes).astype(np.int64))]
+            now[:] = [torch.from_numpy(to_signed(routes).astype(np.int64))]
             tokens = torch.from_numpy(ids.astype(np.int64))
             logs = torch.log_softmax(model(tokens[None]).logits[0].float() / float(heat), -1)
             found.append(logs[:-1].gather(1, tokens[1:, None])[:, 0][torch.from_numpy(mask[1:])])
