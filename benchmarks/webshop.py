@@ -74,7 +74,7 @@ def played(shopper: Shopper, products: int, seeds: int) -> dict[str, float]:
 
 
 def at_random(world: WebShop, rng: random.Random) -> str:
-    elements = world._store.elements(world._page)
+    elements = world._shop.elements(world._page)
     return (
         f"click[{rng.choice(elements)}]"
         if elements
@@ -86,7 +86,7 @@ def first(world: WebShop, rng: random.Random) -> str:
     place = world._page
     if not place.keywords:
         return f"search[{world._goal.instruction}]"
-    return "click[Buy Now]" if place.product else f"click[{world._store.shown(place)[0].id}]"
+    return "click[Buy Now]" if place.product else f"click[{world._shop.results_on(place)[0].id}]"
 
 
 def expert(world: WebShop, rng: random.Random) -> str:

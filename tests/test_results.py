@@ -11,7 +11,7 @@ import pytest
 from roll.config.load import load_config
 from roll.config.schema import Config
 from roll.data.task import EnvSpec
-from roll.env.base import opened
+from roll.env.base import parse_reset
 from roll.env.resolve import resolve
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
@@ -30,7 +30,7 @@ def config(name: str) -> Config:
 
 def world(spec: EnvSpec) -> str:
     """The map without the instructions before it."""
-    said = opened(resolve(spec.name)(**spec.options).reset(seed=spec.seed)).messages[-1]["content"]
+    said = parse_reset(resolve(spec.name)(**spec.options).reset(seed=spec.seed)).messages[-1]["content"]
     return said.rpartition("\n\n")[2]
 
 

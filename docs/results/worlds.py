@@ -14,7 +14,7 @@ from roll import Task
 from roll.data.chat import Chat
 from roll.data.sources import Split
 from roll.data.task import EnvSpec
-from roll.env.base import opened
+from roll.env.base import parse_reset
 from roll.env.demonstrations import demonstration
 from roll.env.resolve import resolve
 
@@ -41,7 +41,7 @@ def _specs(
 ) -> Iterator[EnvSpec]:
     wanted, seed = (count if split == "train" else held_out), first_seed
     while wanted:
-        text = opened(resolve(name)(**options).reset(seed=seed)).messages[-1]["content"]
+        text = parse_reset(resolve(name)(**options).reset(seed=seed)).messages[-1]["content"]
         world = text.rpartition("\n\n")[2]  # after the instructions, which depend on options
         if (crc32(world.encode()) % HELD_OUT == 0) == (split == "held_out"):
             yield EnvSpec(name, seed, options)

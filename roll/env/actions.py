@@ -140,7 +140,7 @@ class ActingEnvironment(Environment):
         """The tool that actions call, in the format `json`."""
         return [self.tool.schema] if self._format == "json" else []
 
-    def facts(self) -> dict[str, float | str]:
+    def extra_info(self) -> dict[str, float | str]:
         """Further entries for the info of every step."""
         return {}
 
@@ -148,32 +148,32 @@ class ActingEnvironment(Environment):
         """The action in free text: all of it, unless a subclass overrides this."""
         return text.strip() or Invalid("You said nothing.")
 
-    def says(self, action: str) -> str:
+    def format_action(self, action: str) -> str:
         """An action in this environment's format, for examples and for the expert."""
         return write(action, self._format, tool=self.tool)
 
     def reset(self, seed: int) -> tuple[str, dict[str, float | str]]:
         self._turn = self._invalid = 0
         opening = self.begin(seed)
-        return opening, self._named()
+        return opening, self._state_info()
 
     def step(self, action: str) -> Step:
         self._turn += 1
-        done = self._do(action)
-        if isinstance(done, Invalid):
+        step = self._apply(action)
+        if isinstance(step, Invalid):
             self._invalid += 1
-            done = Step(f"Invalid action: {done.reason}\n\n{self.view()}", 0.0 - self._invalid_penalty)
-        last = self._turn == self._turns and not done.done
-        if last:
-            done = replace(done, observation=f"{done.observation}\n\nYou have no turns left.", truncated=True)
-        named = {} if done.done else self._named()
-        return replace(done, info={"invalid": float(self._invalid), **self.facts(), **named, **done.info})
+            step = Step(f"Invalid action: {step.reason}\n\n{self.view()}", 0.0 - self._invalid_penalty)
+        is_last = self._turn == self._turns and not step.done
+        if is_last:
+            step = replace(step, observation=f"{step.observation}\n\nYou have no turns left.", truncated=True)
+        state_info = {} if step.done else self._state_info()
+        return replace(step, info={"invalid": float(self._invalid), **self.extra_info(), **state_info, **step.info})
 
-    def _do(self, said: str) -> Step | Invalid:
-        parsed = parse(said, self._format, tool=self.tool, parser=self.read)
+    def _apply(self, text: str) -> Step | Invalid:
+        parsed = parse(text, self._format, tool=self.tool, parser=self.read)
         return parsed if isinstance(parsed, Invalid) else self.act(parsed)
 
-    def _named(self) -> dict[str, float | str]:
+    def _state_info(self) -> dict[str, float | str]:
         state = self.state()
         return {} if state is None else {STATE: state}
 

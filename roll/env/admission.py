@@ -19,11 +19,11 @@ class Waiter(Protocol):
 
     @property
     def queue_position(self) -> int:
-        """Smaller for those that came first."""
+        """Smaller for waiters that came earlier."""
 
     @property
     def admitted(self) -> asyncio.Future[None] | None:
-        """Done when it no longer waits."""
+        """Done when the waiter no longer waits."""
 
 
 W = TypeVar("W", bound=Waiter)
@@ -37,7 +37,7 @@ class AdmissionQueue(Generic[W]):
         self._limits = dict(limits)
         self._queues: dict[str, deque[W]] = {}
         """By kind; all kinds without a limit share one queue."""
-        self.inside: Counter[str] = Counter()
+        self.admitted_counts: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[W]:
         return (waiter for queue in self._queues.values() for waiter in queue)
@@ -49,34 +49,34 @@ class AdmissionQueue(Generic[W]):
         """The maximum of a kind; None if it has no limit of its own."""
         return self._limits.get(kind)
 
-    def join(self, waiter: W) -> None:
+    def add(self, waiter: W) -> None:
         self._queues.setdefault(waiter.kind if waiter.kind in self._limits else "", deque()).append(waiter)
 
     def first(self) -> W | None:
-        """The next to be admitted; None if there is none."""
-        heads = [queue[0] for queue in self._queues.values() if _skip_done(queue)]
-        return min(filter(self._may_enter, heads), key=lambda head: head.queue_position, default=None)
+        """The next waiter to admit; None if none can be admitted."""
+        first_waiters = [queue[0] for queue in self._queues.values() if _skip_done(queue)]
+        return min(filter(self._is_admissible, first_waiters), key=lambda waiter: waiter.queue_position, default=None)
 
-    def enter(self, waiter: W) -> None:
-        """Admits the one that `first` returned."""
+    def admit(self, waiter: W) -> None:
+        """Admits the waiter that `first` returned."""
         queue = self._queues[waiter.kind if waiter.kind in self._limits else ""]
-        assert queue[0] is waiter, "turns are given to the first of a queue"
+        assert queue[0] is waiter, "only the first of a queue is admitted"
         queue.popleft()
-        self.inside[waiter.kind] += 1
+        self.admitted_counts[waiter.kind] += 1
 
-    def remove(self, waiter: W) -> None:
-        """Removes one that was admitted."""
-        self.inside[waiter.kind] -= 1
+    def release(self, waiter: W) -> None:
+        """Frees the slot of an admitted waiter."""
+        self.admitted_counts[waiter.kind] -= 1
 
     def clear(self) -> list[W]:
-        """Removes and returns all that wait."""
+        """Removes and returns all waiting waiters."""
         waiters = list(self)
         self._queues.clear()
         return waiters
 
-    def _may_enter(self, waiter: W) -> bool:
+    def _is_admissible(self, waiter: W) -> bool:
         limit = self.limit(waiter.kind)
-        return limit is None or self.inside[waiter.kind] < limit
+        return limit is None or self.admitted_counts[waiter.kind] < limit
 
 
 def _skip_done(queue: deque[W]) -> bool:

@@ -15,34 +15,36 @@ def shortest_path(
     start: S,
     moves: Callable[[S], Iterable[tuple[A, int, S]]],
     is_goal: Callable[[S], bool],
-    at_least: Callable[[S], int] = lambda state: 0,
-    most_states: int = 200_000,
+    lower_bound: Callable[[S], int] = lambda state: 0,
+    max_states: int = 200_000,
 ) -> list[A] | None:
-    """The actions of a cheapest path to a goal; None if there is none, or none was found within `most_states`.
+    """The actions of a cheapest path to a goal; None if there is none, or none was found within `max_states`.
 
-    `moves` returns the actions from a state, with their costs and the states they lead to. `at_least` is a lower bound of
-    the remaining cost that never decreases by more than a move's cost.
+    `moves` returns the actions from a state, with their costs and the states they lead to. `lower_bound` is a lower bound
+    of the remaining cost that never decreases by more than a move's cost.
     """
-    order = itertools.count()  # tie-break: among states of equal cost the first found goes first
-    came: dict[S, tuple[S, A] | None] = {}
-    queue: list[tuple[int, int, int, S, tuple[S, A] | None]] = [(at_least(start), next(order), 0, start, None)]
-    while queue and len(came) < most_states:
-        _, _, cost, state, step = heapq.heappop(queue)
-        if state in came:
+    tie_break = itertools.count()  # tie-break: among states of equal cost the first found goes first
+    came_from: dict[S, tuple[S, A] | None] = {}
+    queue: list[tuple[int, int, int, S, tuple[S, A] | None]] = [(lower_bound(start), next(tie_break), 0, start, None)]
+    while queue and len(came_from) < max_states:
+        _, _, cost, state, previous = heapq.heappop(queue)
+        if state in came_from:
             continue
-        came[state] = step
+        came_from[state] = previous
         if is_goal(state):
-            return _way(came, state)
-        for action, price, after in moves(state):
-            if after not in came:
-                so_far = cost + price
-                heapq.heappush(queue, (so_far + at_least(after), next(order), so_far, after, (state, action)))
+            return _reconstruct_path(came_from, state)
+        for action, step_cost, next_state in moves(state):
+            if next_state not in came_from:
+                path_cost = cost + step_cost
+                heapq.heappush(
+                    queue, (path_cost + lower_bound(next_state), next(tie_break), path_cost, next_state, (state, action))
+                )
     return None
 
 
-def _way(came: dict[S, tuple[S, A] | None], state: S) -> list[A]:
+def _reconstruct_path(came_from: dict[S, tuple[S, A] | None], state: S) -> list[A]:
     actions: list[A] = []
-    while (step := came[state]) is not None:
+    while (step := came_from[state]) is not None:
         state, action = step
         actions.append(action)
     return actions[::-1]

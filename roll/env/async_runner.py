@@ -10,8 +10,8 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from roll.env.env_instance import Answer, EnvInstance
-from roll.env.ipc import EnvClose, Result, Visit
+from roll.env.env_instance import EnvInstance, SendResult
+from roll.env.ipc import EnvCall, EnvClose, Result
 
 R = TypeVar("R")
 
@@ -26,18 +26,18 @@ class SharedLoop:
 
     def start(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Runs the coroutine. May be called from any thread."""
-        self._loop.call_soon_threadsafe(self._begin, work)
+        self._loop.call_soon_threadsafe(self._create_task, work)
 
     def wait_for(self, awaitable: Awaitable[R]) -> R:
         """Awaits something on behalf of a thread other than the loop's."""
 
-        async def waited() -> R:
+        async def wait() -> R:
             # waits: the pool has a deadline for every call
             return await awaitable
 
-        return asyncio.run_coroutine_threadsafe(waited(), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(wait(), self._loop).result()
 
-    def _begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def _create_task(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         task = self._loop.create_task(work())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -54,24 +54,26 @@ class SharedLoop:
 class AsyncRunner:
     """Runs an environment on the shared event loop."""
 
-    def __init__(self, tenant: EnvInstance, answer: Answer, loop: SharedLoop, left: Callable[[], None]) -> None:
-        """`left` is called when the environment has been closed."""
-        self._instance = tenant
-        self._answer = answer
+    def __init__(
+        self, instance: EnvInstance, send_result: SendResult, loop: SharedLoop, on_closed: Callable[[], None]
+    ) -> None:
+        """`on_closed` is called when the environment has been closed."""
+        self._instance = instance
+        self._send_result = send_result
         self._loop = loop
-        self._left = left
+        self._on_closed = on_closed
 
-    def take(self, number: int, request: Visit) -> None:
+    def submit(self, number: int, request: EnvCall) -> None:
         self._loop.start(lambda: self._serve(number, request))
 
-    async def _serve(self, number: int, request: Visit) -> None:
+    async def _serve(self, number: int, request: EnvCall) -> None:
         started = time.perf_counter()
         result = await self._result(request)
         if isinstance(request, EnvClose):
-            self._left()
-        self._answer(number, result, time.perf_counter() - started)
+            self._on_closed()
+        self._send_result(number, result, time.perf_counter() - started)
 
-    async def _result(self, request: Visit) -> Result:
+    async def _result(self, request: EnvCall) -> Result:
         try:
             returned = self._instance.begin(request)
             if inspect.isawaitable(returned):

@@ -27,20 +27,20 @@ own and may be started again."""
 
 
 STATE = "state"
-"""The key, in the info of `reset` and `step`, of the state that was reached: any text or number, equal for equal states.
-Environments that name their states say which turns of a task's episodes can be compared."""
+"""The key, in the info of `reset` and `step`, of the state that the environment reached: any text or number, equal for
+equal states. Environments that name their states say which turns of a task's episodes can be compared."""
 
 
 class EnvFailure(Exception):
     """A call of an environment failed, and the episode is over. `reason` is one line; `detail` is the environment's
-    traceback, if it raised; `suspects` is the number of calls of which one crashed the process."""
+    traceback, if it raised; `candidates` is the number of in-flight calls of which one crashed the process."""
 
-    def __init__(self, kind: FailureKind, reason: str, detail: str = "", suspects: int = 1) -> None:
-        super().__init__(kind, reason, detail, suspects)
+    def __init__(self, kind: FailureKind, reason: str, detail: str = "", candidates: int = 1) -> None:
+        super().__init__(kind, reason, detail, candidates)
         self.kind: FailureKind = kind
         self.reason = reason
         self.detail = detail
-        self.suspects = suspects
+        self.candidates = candidates
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.reason}"
@@ -78,10 +78,10 @@ class Step:
         return as_messages(self.observation)
 
 
-Beginning: TypeAlias = "Observation | tuple[Observation, Mapping[str, Any]]"
+ResetReturn: TypeAlias = "Observation | tuple[Observation, Mapping[str, Any]]"
 """What `reset` may return: an observation, or an observation and info."""
 
-Outcome: TypeAlias = "Step | tuple[Observation, SupportsFloat, bool, bool, Mapping[str, Any]]"
+StepReturn: TypeAlias = "Step | tuple[Observation, SupportsFloat, bool, bool, Mapping[str, Any]]"
 """What `step` may return: a `Step`, or `(observation, reward, terminated, truncated, info)`."""
 
 
@@ -99,11 +99,11 @@ class Environment(ABC):
     """
 
     @abstractmethod
-    def reset(self, seed: int) -> Beginning | Awaitable[Beginning]:
+    def reset(self, seed: int) -> ResetReturn | Awaitable[ResetReturn]:
         """Begins the episode of that seed."""
 
     @abstractmethod
-    def step(self, action: str) -> Outcome | Awaitable[Outcome]:
+    def step(self, action: str) -> StepReturn | Awaitable[StepReturn]:
         """Executes the agent's action."""
 
     def close(self) -> Awaitable[None] | None:
@@ -116,7 +116,7 @@ def as_messages(observation: Observation) -> tuple[Message, ...]:
     return ({"role": "user", "content": observation},) if isinstance(observation, str) else tuple(observation)
 
 
-def opened(result: Any, tools: Any = ()) -> ResetResult:
+def parse_reset(result: Any, tools: Any = ()) -> ResetResult:
     """Validates the result of `reset` and the environment's tools; `ValueError` says what is wrong."""
     info: object = {}
     if isinstance(result, tuple) and len(result) == 2 and not isinstance(result[0], Mapping):
@@ -127,7 +127,7 @@ def opened(result: Any, tools: Any = ()) -> ResetResult:
     return ResetResult(as_messages(observation), _info(info, "reset"), _tools(tools))
 
 
-def stepped(result: Any) -> Step:
+def parse_step(result: Any) -> Step:
     """Validates the result of `step`; `ValueError` says what is wrong."""
     if isinstance(result, Step):
         result = (result.observation, result.reward, result.terminated, result.truncated, result.info)
@@ -144,7 +144,7 @@ def stepped(result: Any) -> Step:
         _info(info, "step"),
     )
     if not step.done and step.observation == ():
-        raise ValueError("step returned no messages, but the episode goes on: the agent needs something to answer")
+        raise ValueError("step returned no messages, but the episode continues: the agent needs something to answer")
     return step
 
 

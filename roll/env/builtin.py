@@ -36,8 +36,8 @@ class Guess(Environment):
         if guess == self._number:
             return Step("Right.", 1.0, terminated=True, info={"success": 1.0})
         if not self._tries:
-            said = f"Wrong: it was {self._number}. You have no tries left."
-            return Step(said, terminated=True, info={"success": 0.0})
+            message = f"Wrong: it was {self._number}. You have no tries left."
+            return Step(message, terminated=True, info={"success": 0.0})
         answer = self._answer(guess)
         state = f"{self._low} to {self._high}, {self._tries} left"
         return Step(f"{answer} Tries left: {self._tries}.", info={"state": state, "success": 0.0})
@@ -65,23 +65,23 @@ class EchoTurns(Environment):
         if turns < 1 or not symbols:
             raise ValueError(f"echo_turns: {turns} turns of the symbols {symbols!r} leave nothing to say")
         self._turns, self._symbols = turns, symbols
-        self._asked: list[str] = []
+        self._remaining: list[str] = []
         self._right = 0
 
     def reset(self, seed: int) -> str:
-        self._asked = random.Random(f"echo_turns/{seed}").choices(self._symbols, k=self._turns)
-        return self._asked[0]
+        self._remaining = random.Random(f"echo_turns/{seed}").choices(self._symbols, k=self._turns)
+        return self._remaining[0]
 
     def step(self, action: str) -> Step:
-        right = action.strip() == self._asked.pop(0)
+        right = action.strip() == self._remaining.pop(0)
         self._right += right
         info = {"success": float(self._right == self._turns)}
-        over = not self._asked
-        return Step("" if over else self._asked[0], right / self._turns, terminated=over, info=info)
+        is_over = not self._remaining
+        return Step("" if is_over else self._remaining[0], right / self._turns, terminated=is_over, info=info)
 
     def expert(self) -> str:
         """The symbol that is shown."""
-        return self._asked[0]
+        return self._remaining[0]
 
 
 def last_integer(text: str) -> int | None:

@@ -18,14 +18,14 @@ _CODES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 def plain_info(info: Mapping[Any, Any]) -> dict[str, float | str]:
     """The texts and finite numbers of an info; arrays, lists and everything else are dropped."""
-    kept: dict[str, float | str] = {}
+    plain: dict[str, float | str] = {}
     for key, value in info.items():
         if isinstance(value, str):
-            kept[str(key)] = value
+            plain[str(key)] = value
         elif getattr(value, "ndim", 0) == 0 and hasattr(value, "__float__"):
             with contextlib.suppress(ValueError):
-                kept[str(key)] = metric_of(value, "")
-    return kept
+                plain[str(key)] = metric_of(value, "")
+    return plain
 
 
 def plain_text(text: str) -> str:

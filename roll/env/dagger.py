@@ -67,18 +67,18 @@ def dagger(
     seen: set[tuple[str, ...]] = set()
     for folder in folders:
         window = _config(folder).env.window
-        for task, actions in _played(folder, last_steps):
+        for task, actions in _episodes(folder, last_steps):
             number = numbers.setdefault(task.id, len(numbers))
             if (int((number + 1) * held_out) > int(number * held_out)) != (split == "held_out"):
                 continue
             assert task.environment is not None, "it has actions in one"
-            for turn in labels(task.environment, _recorded(actions), task.messages, window=window):
-                said = tuple(message["content"] for message in turn.advised)
-                if said not in seen:
-                    seen.add(said)
+            for turn in labels(task.environment, _replay(actions), task.messages, window=window):
+                contents = tuple(message["content"] for message in turn.advised)
+                if contents not in seen:
+                    seen.add(contents)
                     yield Chat(f"{task.id}/{len(seen)}", turn.advised, tools=turn.tools, learn="last")
     if split == "train":
-        yield from _shown(folders[0], demonstrations)
+        yield from _demonstrations(folders[0], demonstrations)
 
 
 def labels(
@@ -95,12 +95,12 @@ def labels(
             yield turn
 
 
-def _recorded(actions: Sequence[str]) -> Callable[[Sequence[Message]], str | None]:
-    left = iter(actions)
-    return lambda messages: next(left, None)
+def _replay(actions: Sequence[str]) -> Callable[[Sequence[Message]], str | None]:
+    remaining = iter(actions)
+    return lambda messages: next(remaining, None)
 
 
-def _played(folder: RunFolder, last_steps: int) -> Iterator[tuple[Task, list[str]]]:
+def _episodes(folder: RunFolder, last_steps: int) -> Iterator[tuple[Task, list[str]]]:
     """The episodes of a run: the task of each, and the policy's actions."""
     config = _config(folder)
     tasks = _tasks(folder, config)
@@ -133,8 +133,8 @@ def _tasks(folder: RunFolder, config: Config) -> dict[str, Task]:
 def _task_set(config: Config) -> TaskSet:
     if config.domains:
         return load_domains(config.domains, root_of(config))
-    kept = load_object(config.tasks.source) if is_object(config.tasks.source) else None
-    return load_tasks(config.tasks, kept, root_of(config))
+    stored_source = load_object(config.tasks.source) if is_object(config.tasks.source) else None
+    return load_tasks(config.tasks, stored_source, root_of(config))
 
 
 def _config(folder: RunFolder) -> Config:
@@ -143,7 +143,7 @@ def _config(folder: RunFolder) -> Config:
     return config if code is None or not code.manifest.pieces else code.applied(config)
 
 
-def _shown(folder: RunFolder, count: int) -> Iterator[Chat]:
+def _demonstrations(folder: RunFolder, count: int) -> Iterator[Chat]:
     config = _config(folder)
     for task in [task for task in _task_set(config).train if task.environment is not None][:count]:
         assert task.environment is not None

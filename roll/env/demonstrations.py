@@ -43,8 +43,8 @@ def demonstration(
 ) -> Iterator[Chat]:
     """The expert's episode, up to its last answer: one chat or, with a window, one per answer; none if the expert has no
     advice at the start."""
-    played = turns(spec, lambda turn: turn.advice, opening, max_turns, window)
-    advised = [turn for turn in played if turn.advice is not None]
+    episode = turns(spec, lambda turn: turn.advice, opening, max_turns, window)
+    advised = [turn for turn in episode if turn.advice is not None]
     chats = [Chat(f"{id}/{number}", turn.advised, tools=turn.tools) for number, turn in enumerate(advised)]
     if window:
         yield from (replace(chat, learn="last") for chat in chats)

@@ -11,35 +11,35 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from roll.env.base import opened, stepped, tools_of
-from roll.env.crash_report import current
-from roll.env.ipc import EnvAct, EnvClose, EnvFailed, EnvReady, EnvReset, Result, Visit
-from roll.env.resolve import EnvSpecError, Factory, check_options, with_files
+from roll.env.base import parse_reset, parse_step, tools_of
+from roll.env.crash_report import current_env
+from roll.env.ipc import EnvAct, EnvCall, EnvClose, EnvFailed, EnvReady, EnvReset, Result
+from roll.env.resolve import EnvSpecError, Factory, check_options, resolve_options
 from roll.process.child_main import REASON_CHARS, detail, log_failure, reason
 
 if TYPE_CHECKING:
     from roll.env.async_runner import SharedLoop
 
-Answer: TypeAlias = Callable[[int, Result, float], None]
+SendResult: TypeAlias = Callable[[int, Result, float], None]
 """Sends the result of a request to the pool, with the seconds it took."""
 
 
 class EnvRunner(Protocol):
     """Runs the calls of one environment, one after the other."""
 
-    def take(self, number: int, request: Visit) -> None:
+    def submit(self, number: int, request: EnvCall) -> None:
         """Executes and answers the request. Returns at once."""
 
 
 class EnvInstance:
     """An environment, from its creation in `EnvReset` to its `EnvClose`."""
 
-    def __init__(self, factory: Factory, root: str = "", place: int | None = None) -> None:
-        self.handle = place
+    def __init__(self, factory: Factory, root: str = "", handle: int | None = None) -> None:
+        self.handle = handle
         self._factory = factory
         self._root = root
         self._environment: Any = None
-        self.ran_out = False
+        self.hit_memory_limit = False
         """Whether it has reached the memory limit."""
 
     @property
@@ -47,9 +47,9 @@ class EnvInstance:
         """Whether it needs an event loop."""
         return any(inspect.iscoroutinefunction(getattr(self._factory, method, None)) for method in ("reset", "step"))
 
-    def begin(self, request: Visit) -> Any:
+    def begin(self, request: EnvCall) -> Any:
         """Calls the environment; the result may still have to be awaited."""
-        current.set(self.handle)
+        current_env.set(self.handle)
         if isinstance(request, EnvReset):
             self._environment = self._make(request)
             return self._environment.reset(seed=request.seed)
@@ -59,14 +59,14 @@ class EnvInstance:
         close = getattr(environment, "close", None)
         return None if close is None else close()
 
-    def finish(self, request: Visit, returned: Any) -> Result:
+    def finish(self, request: EnvCall, returned: Any) -> Result:
         """The environment's return value as a result for the pool."""
         try:
             if isinstance(request, EnvClose):
                 return EnvReady()
             if isinstance(request, EnvReset):
-                return opened(returned, tools_of(self._environment))
-            return stepped(returned)
+                return parse_reset(returned, tools_of(self._environment))
+            return parse_step(returned)
         except ValueError as error:
             return EnvFailed("invalid", str(error)[:REASON_CHARS])
         except BaseException as error:
@@ -78,12 +78,12 @@ class EnvInstance:
         if isinstance(error, EnvSpecError):
             return EnvFailed("invalid", str(error)[:REASON_CHARS])
         if isinstance(error, MemoryError):
-            self.ran_out = True
+            self.hit_memory_limit = True
             traceback.clear_frames(error.__traceback__)  # frees the memory that the call's frames hold
         try:
-            failed = EnvFailed("raised", reason(error), detail(error))
-            log_failure(failed.detail)
-            return failed
+            failure = EnvFailed("raised", reason(error), detail(error))
+            log_failure(failure.detail)
+            return failure
         except MemoryError:
             return EnvFailed("raised", "MemoryError")
 
@@ -93,7 +93,7 @@ class EnvInstance:
         except Exception as error:
             raise EnvSpecError(f"the options cannot be read in the environment process: {reason(error)}") from error
         try:
-            environment = self._factory(**with_files(request.name, options, self._root))
+            environment = self._factory(**resolve_options(request.name, options, self._root))
         except TypeError:
             check_options(request.name, self._factory, options)
             raise
@@ -108,22 +108,26 @@ class ThreadRunner:
     """Runs one environment in a thread of its own from beginning to end, as some libraries require."""
 
     def __init__(
-        self, tenant: EnvInstance, answer: Answer, loop: Callable[[], SharedLoop], left: Callable[[], None]
+        self,
+        instance: EnvInstance,
+        send_result: SendResult,
+        loop: Callable[[], SharedLoop],
+        on_closed: Callable[[], None],
     ) -> None:
-        """`left` is called when the thread is about to end."""
-        self._instance = tenant
-        self._answer = answer
+        """`on_closed` is called when the thread is about to end."""
+        self._instance = instance
+        self._send_result = send_result
         self._loop = loop
-        self._left = left
-        self._requests: queue.SimpleQueue[tuple[int, Visit]] = queue.SimpleQueue()
-        thread = threading.Thread(target=self._live, daemon=True)
+        self._on_closed = on_closed
+        self._requests: queue.SimpleQueue[tuple[int, EnvCall]] = queue.SimpleQueue()
+        thread = threading.Thread(target=self._run, daemon=True)
         thread.start()
         self.thread = thread.ident or 0
 
-    def take(self, number: int, request: Visit) -> None:
+    def submit(self, number: int, request: EnvCall) -> None:
         self._requests.put((number, request))
 
-    def _live(self) -> None:
+    def _run(self) -> None:
         closed = False
         while not closed:
             # waits: the process ends with its pool
@@ -132,10 +136,10 @@ class ThreadRunner:
             result = self._result(request)
             closed = isinstance(request, EnvClose)
             if closed:
-                self._left()
-            self._answer(number, result, time.perf_counter() - started)
+                self._on_closed()
+            self._send_result(number, result, time.perf_counter() - started)
 
-    def _result(self, request: Visit) -> Result:
+    def _result(self, request: EnvCall) -> Result:
         try:
             returned = self._instance.begin(request)
             if inspect.isawaitable(returned):

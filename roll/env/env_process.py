@@ -15,15 +15,15 @@ from typing import TypeAlias
 from roll.config.errors import RunError
 from roll.env import ipc
 from roll.env.base import EnvFailure, FailureKind
-from roll.env.crash_report import FAULT, MAIN, faulty_line, faulty_part, faulty_thread
-from roll.env.env_server import COMMAND, EXIT_FULL
+from roll.env.crash_report import FAULT_HEADER, MAIN, crash_location, crashed_thread_id, crashed_thread_output
+from roll.env.env_server import COMMAND, EXIT_OUT_OF_MEMORY
 from roll.process.bounded_log import LIMIT_BYTES, BoundedLog, is_bounded
 from roll.process.framing import HEADER
 from roll.process.managed_process import ManagedProcess
 
-_AT_ONCE = 256  # enough for environments that wait, few enough that a computing one meets its deadline
+_MAX_IN_FLIGHT = 256  # enough for environments that wait, few enough that a computing one meets its deadline
 _GRACE_S = 1.0
-_LAST_WORDS_S = 1.0
+_EXIT_STATUS_S = 1.0
 """Time to wait for the exit status of a process that closed its connection: its reapers end after it."""
 _FAULT_BYTES = 1 << 20
 
@@ -52,7 +52,7 @@ class _Call:
 
 
 class EnvProcess:
-    """A process that runs environments. Up to `_AT_ONCE` calls are in flight; more wait, first in, first out.
+    """A process that runs environments. Up to `_MAX_IN_FLIGHT` calls are in flight; more wait, first in, first out.
 
     Invariant: an in-flight call ends, with a reply or an `EnvFailure`, at most `_GRACE_S` after its deadline, even if its
     caller no longer waits. One environment cannot be ended alone, so a call beyond its deadline ends the process: that
@@ -70,17 +70,17 @@ class EnvProcess:
         self._numbers = itertools.count()
         self._calls: dict[int, _Call] = {}
         self._queue: deque[_Call] = deque()
-        self._outbox: list[bytes] = []
+        self._unsent_frames: list[bytes] = []
         """Frames to be sent together in the next turn of the event loop."""
         self._loads: dict[str, asyncio.Future[Reply]] = {}
-        self._why = ""
+        self._end_reason = ""
         self._threads: dict[int, int] = {}
         """The environment of each thread."""
-        self._ending: ipc.EnvEnding | None = None
-        self._fault = b""
+        self._exit_notice: ipc.EnvEnding | None = None
+        self._fault_output = b""
         self._log = log
-        self._hearing = asyncio.create_task(self._receive())
-        self._watching = asyncio.create_task(self._watch())
+        self._receiver = asyncio.create_task(self._receive())
+        self._watcher = asyncio.create_task(self._watch())
 
     @classmethod
     async def start(
@@ -95,22 +95,22 @@ class EnvProcess:
     ) -> EnvProcess:
         """Starts a process that is ready for environments. `RunError` says why it did not start. `on_end` is called once,
         when the process ends after it was ready."""
-        same_order = {"PYTHONHASHSEED": "0"}  # sets iterate in the same order in every process
-        words = None if log is None or not is_bounded(log) else BoundedLog(log, log_bytes)
-        host = cls(await ManagedProcess.start(COMMAND, log, same_order, log_bytes), lambda host: None, words)
+        environment = {"PYTHONHASHSEED": "0"}  # sets iterate in the same order in every process
+        bounded_log = None if log is None or not is_bounded(log) else BoundedLog(log, log_bytes)
+        process = cls(await ManagedProcess.start(COMMAND, log, environment, log_bytes), lambda process: None, bounded_log)
         try:
-            await host.ask(ipc.EnvSetUp(root, memory_mb), deadline_s, "starting")
+            await process.ask(ipc.EnvSetUp(root, memory_mb), deadline_s, "starting")
         except EnvFailure as failure:
-            await asyncio.shield(host.end("it did not start"))
+            await asyncio.shield(process.end("it did not start"))
             raise RunError(f"an environment process did not start: {failure.reason}") from None
         except BaseException:
-            await asyncio.shield(host.end("it is not wanted any more"))
+            await asyncio.shield(process.end("its start was cancelled"))
             raise
-        if host._why:
-            await asyncio.shield(host.end(host._why))
-            raise RunError(f"an environment process ended at once: {host._why}")
-        host._on_end = on_end
-        return host
+        if process._end_reason:
+            await asyncio.shield(process.end(process._end_reason))
+            raise RunError(f"an environment process ended at once: {process._end_reason}")
+        process._on_end = on_end
+        return process
 
     @property
     def pid(self) -> int:
@@ -120,17 +120,17 @@ class EnvProcess:
     @property
     def usable(self) -> bool:
         """Whether it accepts calls."""
-        return not (self._why or self._child.exit.done() or self._hearing.done())
+        return not (self._end_reason or self._child.exit.done() or self._receiver.done())
 
     def ask(self, request: ipc.Request, deadline_s: float, what: str) -> asyncio.Future[Reply]:
         """Sends a request, now or when a slot is free. The future may be dropped: the call still ends by its deadline."""
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        reply.add_done_callback(_seen)
+        reply.add_done_callback(_retrieve_error)
         if self.usable:
             self._queue.append(_Call(request, deadline_s, what, reply))
             self._send_next()
         else:
-            reply.set_exception(EnvFailure("lost", self._why or "its process has just ended"))
+            reply.set_exception(EnvFailure("lost", self._end_reason or "its process has just ended"))
         return reply
 
     async def load(self, name: str, code: str | bytes, deadline_s: float) -> None:
@@ -138,15 +138,15 @@ class EnvProcess:
         `EnvFailure` if that fails."""
         if name not in self._loads:
             self._loads[name] = self.ask(ipc.EnvLoad(name, code), deadline_s, f"importing environment {name!r}")
-        load = self._loads[name]
+        reply = self._loads[name]
         try:
             # waits: the call has a deadline
-            result, _ = await asyncio.shield(load)
+            result, _ = await asyncio.shield(reply)
         except EnvFailure as failure:
             # each waiting caller gets an error object of its own
-            raise EnvFailure(failure.kind, failure.reason, suspects=failure.suspects) from None
+            raise EnvFailure(failure.kind, failure.reason, candidates=failure.candidates) from None
         if isinstance(result, ipc.EnvFailed):
-            if self._loads.get(name) is load:
+            if self._loads.get(name) is reply:
                 del self._loads[name]  # a later attempt may succeed after the file was fixed
             raise EnvFailure(result.kind, result.reason, result.detail)
 
@@ -154,39 +154,39 @@ class EnvProcess:
         """Ends the process and all its children, and waits for that. In-flight calls are lost. May be called again."""
         self._end("lost", why)
         await self._child.wait_exit()
-        for task in (self._watching, self._hearing):
+        for task in (self._watcher, self._receiver):
             task.cancel()
 
     def _send_next(self) -> None:
-        while self._queue and len(self._calls) < _AT_ONCE:
+        while self._queue and len(self._calls) < _MAX_IN_FLIGHT:
             self._send(self._queue.popleft())
 
     def _send(self, call: _Call) -> None:
         number = next(self._numbers)
         self._calls[number] = call
         loop = asyncio.get_running_loop()
-        call.timer = loop.call_later(call.deadline_s, self._late, number)
-        if not self._outbox:
-            loop.call_soon(self._send_out)
-        self._outbox.append(ipc.frame((number, call.request)))
+        call.timer = loop.call_later(call.deadline_s, self._on_deadline, number)
+        if not self._unsent_frames:
+            loop.call_soon(self._flush_outbox)
+        self._unsent_frames.append(ipc.frame((number, call.request)))
 
-    def _send_out(self) -> None:
-        frames, self._outbox = self._outbox, []
+    def _flush_outbox(self) -> None:
+        frames, self._unsent_frames = self._unsent_frames, []
         self._child.writer.write(b"".join(frames))
 
-    def _late(self, number: int) -> None:
+    def _on_deadline(self, number: int) -> None:
         """A deadline has passed. A reply that has arrived counts, but the event loop may have been blocked and not read
         it yet: the answer to a ping arrives after it."""
-        if self._hearing.done():  # the connection broke; `_watch` ends the process for that
+        if self._receiver.done():  # the connection broke; `_watch` ends the process for that
             return
         loop, call = asyncio.get_running_loop(), self._calls[number]
-        call.timer = loop.call_later(_GRACE_S, self._stuck, number)
+        call.timer = loop.call_later(_GRACE_S, self._fail_stuck, number)
         pong: asyncio.Future[Reply] = loop.create_future()
-        pong.add_done_callback(_seen)
-        pong.add_done_callback(lambda _: self._overdue(number))
+        pong.add_done_callback(_retrieve_error)
+        pong.add_done_callback(lambda _: self._fail_overdue(number))
         self._send(_Call(ipc.EnvPing(), call.deadline_s + _GRACE_S, "a ping", pong))
 
-    def _overdue(self, number: int) -> None:
+    def _fail_overdue(self, number: int) -> None:
         call = self._calls.pop(number, None)
         if call is None:
             return
@@ -194,24 +194,26 @@ class EnvProcess:
         call.settle(EnvFailure("deadline", why))
         self._end("lost", f"its process was killed, because {why}")
 
-    def _stuck(self, number: int) -> None:
-        """Not even a ping is answered: any environment with an in-flight call may be blocking the whole process."""
+    def _fail_stuck(self, number: int) -> None:
+        """The process does not even answer a ping: any environment with an in-flight call may be blocking all of it."""
         call = self._calls.get(number)
-        if call is not None and not self._hearing.done():
+        if call is not None and not self._receiver.done():
             self._end("deadline", f"{call.what} took more than {call.deadline_s:g} s, and its whole process is stuck")
 
     def _end(self, kind: FailureKind, why: str) -> None:
-        if self._why:
+        if self._end_reason:
             return
-        self._why = why
+        self._end_reason = why
         self._child.kill()
         calls, self._calls = self._calls, {}
-        guilty = None if self._ending is None or kind != "crashed" else self._ending.handle
-        suspects = 1 if guilty is not None else sum(not isinstance(call.request, ipc.EnvPing) for call in calls.values())
+        crashed_handle = None if self._exit_notice is None or kind != "crashed" else self._exit_notice.handle
+        candidates = (
+            1 if crashed_handle is not None else sum(not isinstance(call.request, ipc.EnvPing) for call in calls.values())
+        )
         for call in calls.values():
-            if guilty is None:
-                call.settle(EnvFailure(kind, why, suspects=max(1, suspects)))
-            elif guilty == _place(call.request):
+            if crashed_handle is None:
+                call.settle(EnvFailure(kind, why, candidates=max(1, candidates)))
+            elif crashed_handle == _handle_of(call.request):
                 call.settle(EnvFailure(kind, f"it {why}"))
             else:
                 call.settle(EnvFailure("lost", f"another environment {why}"))
@@ -222,12 +224,12 @@ class EnvProcess:
     async def _watch(self) -> None:
         """Waits until the process ends or closes its connection, and records the reason."""
         # waits: for as long as the process lives
-        await asyncio.wait({self._hearing, self._child.exit}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({self._receiver, self._child.exit}, return_when=asyncio.FIRST_COMPLETED)
         if self._child.exit.done():
-            await asyncio.wait({self._hearing}, timeout=_GRACE_S)  # replies sent before the end count
-        await asyncio.wait({self._child.exit}, timeout=_LAST_WORDS_S)
-        self._tell_fault()
-        self._end("lost" if self._exited_full() else "crashed", self._exit_reason())
+            await asyncio.wait({self._receiver}, timeout=_GRACE_S)  # replies that were sent before the end count
+        await asyncio.wait({self._child.exit}, timeout=_EXIT_STATUS_S)
+        self._log_fault()
+        self._end("lost" if self._exited_out_of_memory() else "crashed", self._exit_reason())
 
     async def _receive(self) -> None:
         """Passes replies on until the connection ends."""
@@ -235,18 +237,20 @@ class EnvProcess:
             while True:
                 # waits: the caller has a deadline
                 header = await self._child.reader.readexactly(HEADER.size)
-                if header == FAULT:
-                    self._fault = header
+                if header == FAULT_HEADER:
+                    self._fault_output = header
                     # waits: the process is about to end
-                    while len(self._fault) < _FAULT_BYTES and (more := await self._child.reader.read(_FAULT_BYTES)):
-                        self._fault += more
+                    while len(self._fault_output) < _FAULT_BYTES and (
+                        more := await self._child.reader.read(_FAULT_BYTES)
+                    ):
+                        self._fault_output += more
                     return
                 (size,) = HEADER.unpack(header)
                 if size > ipc.LIMIT_BYTES:
                     return
                 # waits: the caller has a deadline
                 number, result, seconds = ipc.RESULTS.read(await self._child.reader.readexactly(size))
-                if number == ipc.BY_ITSELF:
+                if number == ipc.NO_REQUEST:
                     self._receive_notice(result)
                     continue
                 if not isinstance(result, ipc.Result) or not isinstance(seconds, float):
@@ -254,43 +258,43 @@ class EnvProcess:
                 self._calls.pop(number).settle((result, seconds))
                 self._send_next()
 
-    def _receive_notice(self, news: ipc.News) -> None:
-        if isinstance(news, ipc.EnvSettled):
-            self._threads[news.thread] = news.handle
+    def _receive_notice(self, notice: ipc.Notice) -> None:
+        if isinstance(notice, ipc.EnvSettled):
+            self._threads[notice.thread] = notice.handle
         else:
-            self._ending = news
+            self._exit_notice = notice
 
-    def _tell_fault(self) -> None:
+    def _log_fault(self) -> None:
         """Logs the output of the process's fault handler, and finds out from it which environment crashed."""
-        if not self._fault:
+        if not self._fault_output:
             return
-        words = faulty_part(self._fault)
+        output = crashed_thread_output(self._fault_output)
         if self._log is None:
-            sys.stderr.write(words.decode(errors="replace"))
+            sys.stderr.write(output.decode(errors="replace"))
         else:
-            self._log.write(words)
-        place = self._threads.get(faulty_thread(words) or 0)
-        if place is not None and self._ending is None:
-            self._ending = ipc.EnvEnding(place, f"had a fault{faulty_line(words)}")
+            self._log.write(output)
+        handle = self._threads.get(crashed_thread_id(output) or 0)
+        if handle is not None and self._exit_notice is None:
+            self._exit_notice = ipc.EnvEnding(handle, f"had a fault{crash_location(output)}")
 
     def _exit_reason(self) -> str:
-        if self._exited_full():
+        if self._exited_out_of_memory():
             return "its process ended, because the environments in it had taken too much memory"
         ended = f"its process {self._child.exit_reason()}"
-        return ended if self._ending is None else f"{self._ending.how}: {ended}"
+        return ended if self._exit_notice is None else f"{self._exit_notice.how}: {ended}"
 
-    def _exited_full(self) -> bool:
-        return self._child.exit.done() and self._child.exit.result() == EXIT_FULL
+    def _exited_out_of_memory(self) -> bool:
+        return self._child.exit.done() and self._child.exit.result() == EXIT_OUT_OF_MEMORY
 
 
-def _place(request: ipc.Request) -> int | None:
+def _handle_of(request: ipc.Request) -> int | None:
     """The environment that a request is for."""
     if isinstance(request, ipc.EnvLoad):
         return MAIN
     return None if isinstance(request, ipc.EnvPing | ipc.EnvSetUp) else request.handle
 
 
-def _seen(reply: asyncio.Future[Reply]) -> None:
+def _retrieve_error(reply: asyncio.Future[Reply]) -> None:
     """Retrieves the error of a call whose caller no longer waits, so that asyncio does not warn."""
     if not reply.cancelled():
         reply.exception()

@@ -19,12 +19,13 @@ import traceback
 from typing import TYPE_CHECKING, BinaryIO, NoReturn, cast
 
 from roll.config.errors import UserError
-from roll.env.crash_report import MAIN, confess_by, current
+from roll.env.crash_report import MAIN, current_env, report_exits
 from roll.env.env_instance import EnvInstance, EnvRunner, ThreadRunner
 from roll.env.ipc import (
-    BY_ITSELF,
     LIMIT_BYTES,
+    NO_REQUEST,
     EnvAct,
+    EnvCall,
     EnvEnding,
     EnvFailed,
     EnvLoad,
@@ -34,10 +35,9 @@ from roll.env.ipc import (
     EnvSettled,
     EnvSetUp,
     Result,
-    Visit,
     frame,
 )
-from roll.env.resolve import Factory, unpacked
+from roll.env.resolve import Factory, load_factory
 from roll.process.child_main import command, connect, reason
 from roll.process.framing import HEADER, read_payload
 from roll.process.memory_limit import MemoryLimit
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 
 COMMAND = command("roll.env.env_server")
 
-_TELL_S = 1.0
+_REPORT_S = 1.0
 _exit = os._exit  # the original: environments' calls of `os._exit` are intercepted
-EXIT_FULL = 113
+EXIT_OUT_OF_MEMORY = 113
 """Exit status of a process whose environments left too little memory."""
 
 
@@ -59,7 +59,7 @@ def main() -> None:
     # Only with all threads does the handler name the crashed one; the pool writes the stack of that one to the log.
     faulthandler.enable(connection.fileno(), all_threads=True)
     server = EnvServer(connection)
-    confess_by(server.tell_end)
+    report_exits(server.report_exit)
     server.serve()
 
 
@@ -73,55 +73,55 @@ class EnvServer:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._pid = os.getpid()
-        self._writing = threading.Lock()
-        self._for_main: queue.SimpleQueue[tuple[int, EnvSetUp | EnvLoad]] = queue.SimpleQueue()
+        self._write_lock = threading.Lock()
+        self._main_requests: queue.SimpleQueue[tuple[int, EnvSetUp | EnvLoad]] = queue.SimpleQueue()
         self._root = ""
         self._memory = MemoryLimit(0)
         self._factories: dict[str, Factory] = {}
         self._runners: dict[int, EnvRunner] = {}
         self._shared_loop: SharedLoop | None = None
-        self._making_loop = threading.Lock()
+        self._loop_lock = threading.Lock()
 
     def serve(self) -> NoReturn:
         threading.Thread(target=self._read, daemon=True).start()
-        current.set(MAIN)
-        self._answer(BY_ITSELF, EnvSettled(MAIN, threading.get_ident()), 0.0)
+        current_env.set(MAIN)
+        self._send_result(NO_REQUEST, EnvSettled(MAIN, threading.get_ident()), 0.0)
         while True:
             # waits: the process ends with its pool
-            number, request = self._for_main.get()
+            number, request = self._main_requests.get()
             started = time.perf_counter()
             result = self._set_up(request) if isinstance(request, EnvSetUp) else self._load(request)
-            self._answer(number, result, time.perf_counter() - started)
+            self._send_result(number, result, time.perf_counter() - started)
 
     def _read(self) -> None:
         stream = cast(BinaryIO, self._connection.makefile("rb"))
         try:
             while (payload := read_payload(stream)) is not None:
-                self._pass_on(*pickle.loads(payload))
+                self._dispatch(*pickle.loads(payload))
             _exit(0)
         except BaseException as error:
-            _give_up(error)
+            _exit_with(error)
 
-    def _pass_on(self, number: int, request: EnvSetUp | EnvPing | EnvLoad | Visit) -> None:
+    def _dispatch(self, number: int, request: EnvSetUp | EnvPing | EnvLoad | EnvCall) -> None:
         if isinstance(request, EnvPing):
-            self._answer(number, EnvReady(), 0.0)
+            self._send_result(number, EnvReady(), 0.0)
         elif isinstance(request, EnvSetUp | EnvLoad):
-            self._for_main.put((number, request))
+            self._main_requests.put((number, request))
         elif isinstance(request, EnvReset):
-            self._admit(number, request)
+            self._create(number, request)
         elif isinstance(request, EnvAct):
-            self._runners[request.handle].take(number, request)
+            self._runners[request.handle].submit(number, request)
         elif request.handle in self._runners:
-            self._runners.pop(request.handle).take(number, request)
+            self._runners.pop(request.handle).submit(number, request)
         else:  # the environment was never created
-            self._answer(number, EnvReady(), 0.0)
+            self._send_result(number, EnvReady(), 0.0)
 
-    def tell_end(self, place: int, how: str) -> None:
+    def report_exit(self, handle: int, how: str) -> None:
         """Reports that an environment is about to end this process."""
-        if self._writing.acquire(timeout=_TELL_S):
+        if self._write_lock.acquire(timeout=_REPORT_S):
             with contextlib.suppress(OSError):
-                self._connection.sendall(frame((BY_ITSELF, EnvEnding(place, how), 0.0)))
-            self._writing.release()
+                self._connection.sendall(frame((NO_REQUEST, EnvEnding(handle, how), 0.0)))
+            self._write_lock.release()
 
     def _set_up(self, request: EnvSetUp) -> EnvReady:
         self._root = request.root
@@ -130,51 +130,51 @@ class EnvServer:
 
     def _load(self, request: EnvLoad) -> EnvReady | EnvFailed:
         try:
-            self._factories[request.name] = unpacked(request.name, request.code, self._root)
+            self._factories[request.name] = load_factory(request.name, request.code, self._root)
         except UserError as error:
             return EnvFailed("invalid", str(error))
         except BaseException as error:
             return EnvFailed("raised", reason(error))
         return EnvReady()
 
-    def _admit(self, number: int, request: EnvReset) -> None:
+    def _create(self, number: int, request: EnvReset) -> None:
         """Creates the runner of a new environment."""
-        tenant = EnvInstance(self._factories[request.name], self._root, request.handle)
+        instance = EnvInstance(self._factories[request.name], self._root, request.handle)
         try:
-            home = self._runner(tenant)
+            runner = self._runner(instance)
         except RuntimeError as error:
-            self._answer(number, EnvFailed("lost", f"its process cannot host more environments: {error}"), 0.0)
+            self._send_result(number, EnvFailed("lost", f"its process cannot run more environments: {error}"), 0.0)
             return
-        self._runners[request.handle] = home
-        if isinstance(home, ThreadRunner):
-            self._answer(BY_ITSELF, EnvSettled(request.handle, home.thread), 0.0)
-        home.take(number, request)
+        self._runners[request.handle] = runner
+        if isinstance(runner, ThreadRunner):
+            self._send_result(NO_REQUEST, EnvSettled(request.handle, runner.thread), 0.0)
+        runner.submit(number, request)
 
-    def _runner(self, tenant: EnvInstance) -> EnvRunner:
-        if tenant.is_async:
+    def _runner(self, instance: EnvInstance) -> EnvRunner:
+        if instance.is_async:
             from roll.env.async_runner import AsyncRunner
 
-            return AsyncRunner(tenant, self._answer, self._loop(), lambda: self._look_after(tenant))
+            return AsyncRunner(instance, self._send_result, self._loop(), lambda: self._check_memory(instance))
         self._memory.add_thread()
-        return ThreadRunner(tenant, self._answer, self._loop, lambda: self._leave_thread(tenant))
+        return ThreadRunner(instance, self._send_result, self._loop, lambda: self._on_thread_closed(instance))
 
     def _loop(self) -> SharedLoop:
         from roll.env.async_runner import SharedLoop
 
-        with self._making_loop:
+        with self._loop_lock:
             self._shared_loop = self._shared_loop or SharedLoop()
             return self._shared_loop
 
-    def _leave_thread(self, tenant: EnvInstance) -> None:
-        self._look_after(tenant)
+    def _on_thread_closed(self, instance: EnvInstance) -> None:
+        self._check_memory(instance)
         self._memory.remove_thread()
 
-    def _look_after(self, tenant: EnvInstance) -> None:
+    def _check_memory(self, instance: EnvInstance) -> None:
         """Ends the process if an environment reached the memory limit and too little memory is left for the others."""
-        if tenant.ran_out and self._memory.is_short():
-            _exit(EXIT_FULL)
+        if instance.hit_memory_limit and self._memory.is_short():
+            _exit(EXIT_OUT_OF_MEMORY)
 
-    def _answer(self, number: int, result: Result | EnvSettled, seconds: float) -> None:
+    def _send_result(self, number: int, result: Result | EnvSettled, seconds: float) -> None:
         if os.getpid() != self._pid:  # an environment forked, and the copy of this process reached this code
             _exit(0)
         try:
@@ -182,13 +182,13 @@ class EnvServer:
             if len(message) > HEADER.size + LIMIT_BYTES:
                 too_long = f"the environment returned {len(message) >> 20} MB; at most {LIMIT_BYTES >> 20} MB are taken"
                 message = frame((number, EnvFailed("invalid", too_long), seconds))
-            with self._writing:
+            with self._write_lock:
                 self._connection.sendall(message)
         except BaseException as error:
-            _give_up(error)
+            _exit_with(error)
 
 
-def _give_up(error: BaseException) -> NoReturn:
+def _exit_with(error: BaseException) -> NoReturn:
     with contextlib.suppress(BaseException):
         traceback.print_exception(error)
-    _exit(EXIT_FULL if isinstance(error, MemoryError) else 1)
+    _exit(EXIT_OUT_OF_MEMORY if isinstance(error, MemoryError) else 1)

@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 
 from roll.config.errors import UserError
 from roll.data.task import EnvSpec, Message
-from roll.env.base import opened, stepped, tools_of
+from roll.env.base import parse_reset, parse_step, tools_of
 from roll.env.preflight import check
-from roll.env.resolve import resolve, with_files
+from roll.env.resolve import resolve, resolve_options
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ExpertTurn:
         return (*self.messages, Message(role="assistant", content=self.advice))
 
 
-Says: TypeAlias = Callable[[ExpertTurn], str | None]
+ActionPolicy: TypeAlias = Callable[[ExpertTurn], str | None]
 """Chooses the action of a turn; None ends the episode."""
 
 
@@ -47,41 +47,41 @@ def check_expert(spec: EnvSpec) -> None:
 
 
 def turns(
-    spec: EnvSpec, says: Says, opening: tuple[Message, ...] = (), most: int = 100, window: int = 0
+    spec: EnvSpec, policy: ActionPolicy, opening: tuple[Message, ...] = (), max_turns: int = 100, window: int = 0
 ) -> Iterator[ExpertTurn]:
-    """The turns of an episode in which `says` acts: until its end, until a turn without an action, or until turn `most`.
-    `opening` precedes the environment's first messages; with a `window`, the agent sees the first messages and only the
-    last `window` turns."""
-    environment = resolve(spec.name, spec.root)(**with_files(spec.name, spec.options, spec.root))
+    """The turns of an episode in which `policy` acts: until its end, until a turn without an action, or for `max_turns`
+    turns. `opening` precedes the environment's first messages; with a `window`, the agent sees the first messages and
+    only the last `window` turns."""
+    environment = resolve(spec.name, spec.root)(**resolve_options(spec.name, spec.options, spec.root))
     expert = getattr(environment, "expert", None)
     if not callable(expert):
         raise _without_expert(spec)
     try:
-        first = opened(_plain(spec, environment.reset(seed=spec.seed)), tools_of(environment))
-        begun = (*opening, *first.messages)
+        first = parse_reset(_require_sync(spec, environment.reset(seed=spec.seed)), tools_of(environment))
+        opening_messages = (*opening, *first.messages)
         past: list[tuple[Message, ...]] = []
-        for _ in range(most):
-            seen = (message for before in past[-window:] for message in before)
-            turn = ExpertTurn((*begun, *seen), _plain(spec, expert()), first.tools)
+        for _ in range(max_turns):
+            recent = (message for before in past[-window:] for message in before)
+            turn = ExpertTurn((*opening_messages, *recent), _require_sync(spec, expert()), first.tools)
             yield turn
-            said = says(turn)
-            if said is None:
+            action = policy(turn)
+            if action is None:
                 return
-            step = stepped(_plain(spec, environment.step(said)))
+            step = parse_step(_require_sync(spec, environment.step(action)))
             if step.done:
                 return
-            past.append((Message(role="assistant", content=said), *step.messages))
+            past.append((Message(role="assistant", content=action), *step.messages))
     finally:
         close = getattr(environment, "close", None)
         if close is not None:
-            _plain(spec, close())
+            _require_sync(spec, close())
 
 
-def _plain(spec: EnvSpec, result: Any) -> Any:
+def _require_sync(spec: EnvSpec, result: Any) -> Any:
     if inspect.isawaitable(result):
         if inspect.iscoroutine(result):
             result.close()
-        raise UserError(f"environment {spec.name!r} is async, but its expert is asked where nothing can be awaited")
+        raise UserError(f"environment {spec.name!r} is async, but its expert is called where nothing can be awaited")
     return result
 
 

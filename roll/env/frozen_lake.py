@@ -15,7 +15,7 @@ from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_m
 
 from roll.env.actions import Format
 from roll.env.astar import shortest_path
-from roll.env.grid import DIRECTIONS, Cell, GridEnvironment, beside, drawn
+from roll.env.grid import DIRECTIONS, Cell, GridEnvironment, neighbour, render_grid
 from roll.env.resolve import register
 
 _ACTIONS = ("left", "down", "right", "up")
@@ -53,21 +53,21 @@ class FrozenLake(GridEnvironment):
         self._map = generate_random_map(self._size, 1 - self._holes, seed)
         self._lake = FrozenLakeEnv(desc=self._map, is_slippery=self._slippery)
         self._choices = []
-        self._stand(self._lake.reset(seed=seed)[0])
+        self._set_cell(self._lake.reset(seed=seed)[0])
         slides = " The ice is slippery: you may slide to the left or right of where you want to go." * self._slippery
         return (
             f"You are on a frozen lake. Reach the goal, and do not fall into a hole.{slides}\n"
-            f"P is you, . is ice, O is a hole, G is the goal.\n{self.how()}\n\n{self.view()}"
+            f"P is you, . is ice, O is a hole, G is the goal.\n{self.action_help()}\n\n{self.view()}"
         )
 
     def move(self, direction: str) -> tuple[float, str]:
         before = self._cell
         number, reward, _, _, _ = self._lake.step(_ACTIONS.index(direction))
-        self._stand(number)
+        self._set_cell(number)
         return float(reward), self._remark(before, direction)
 
     def view(self) -> str:
-        return drawn([self._symbol((row, column)) for column in range(self._size)] for row in range(self._size))
+        return render_grid([self._symbol((row, column)) for column in range(self._size)] for row in range(self._size))
 
     def state(self) -> str:
         return f"{self._cell[0]},{self._cell[1]}"
@@ -83,25 +83,27 @@ class FrozenLake(GridEnvironment):
     def plan(self) -> list[str] | None:
         """The shortest path; on slippery ice only the best next move, since the result of a move is random."""
         if not self._slippery:
-            return shortest_path(self._cell, self._ways, lambda cell: self._letter(cell) == "G")
+            return shortest_path(self._cell, self._neighbours, lambda cell: self._letter(cell) == "G")
         self._choices = self._choices or best_choices(self._lake)
         return [self._choices[self._cell[0] * self._size + self._cell[1]]]
 
-    def _ways(self, cell: Cell) -> Iterator[tuple[str, int, Cell]]:
+    def _neighbours(self, cell: Cell) -> Iterator[tuple[str, int, Cell]]:
         for direction in DIRECTIONS:
-            if self._letter(there := beside(cell, direction)) not in ("", "H"):
-                yield direction, 1, there
+            if self._letter(target := neighbour(cell, direction)) not in ("", "H"):
+                yield direction, 1, target
 
     def _remark(self, before: Cell, direction: str) -> str:
         if self._letter(self._cell) == "H":
             return "You fell into a hole."
         if self.success:
             return "You reached the goal."
-        if self._cell == beside(before, direction):
+        if self._cell == neighbour(before, direction):
             return ""
         if self._cell != before:
             return "You slid."
-        return "You did not move: that way is the edge." if not self._letter(beside(before, direction)) else "You slid."
+        return (
+            "You did not move: that way is the edge." if not self._letter(neighbour(before, direction)) else "You slid."
+        )
 
     def _letter(self, cell: Cell) -> str:
         row, column = cell
@@ -110,23 +112,23 @@ class FrozenLake(GridEnvironment):
     def _symbol(self, cell: Cell) -> str:
         return "P" if cell == self._cell else {"S": ".", "F": ".", "H": "O", "G": "G"}[self._letter(cell)]
 
-    def _stand(self, number: int) -> None:
+    def _set_cell(self, number: int) -> None:
         self._cell = divmod(int(number), self._size)
 
 
 def best_choices(lake: FrozenLakeEnv) -> list[str]:
     """The best move in each cell, by value iteration."""
     cells, actions = len(lake.P), len(_ACTIONS)
-    gain = np.zeros((cells, actions))
-    goes = np.zeros((cells, actions, cells))  # transition probabilities to non-final cells
+    expected_rewards = np.zeros((cells, actions))
+    transitions = np.zeros((cells, actions, cells))  # transition probabilities to non-final cells
     for cell, by_action in lake.P.items():
-        for action, ways in by_action.items():
-            for chance, there, reward, done in ways:
-                gain[cell, action] += chance * reward
-                goes[cell, action, there] += chance * (not done)
+        for action, outcomes in by_action.items():
+            for probability, target, reward, done in outcomes:
+                expected_rewards[cell, action] += probability * reward
+                transitions[cell, action, target] += probability * (not done)
     values, change = np.zeros(cells), 1.0
     while change > 1e-9:
-        worth = gain + _DISCOUNT * goes @ values  # [cells, actions]
-        change = float(np.abs(worth.max(axis=1) - values).max())
-        values = worth.max(axis=1)
-    return [_ACTIONS[action] for action in worth.argmax(axis=1)]
+        action_values = expected_rewards + _DISCOUNT * transitions @ values  # [cells, actions]
+        change = float(np.abs(action_values.max(axis=1) - values).max())
+        values = action_values.max(axis=1)
+    return [_ACTIONS[action] for action in action_values.argmax(axis=1)]

@@ -26,7 +26,7 @@ from roll.env.compat import check_takes_seed, plain_info
 
 _SUFFIX = "suffix"
 """The info key under which some of them put text for the agent to read after the observation."""
-_TURN = threading.Lock()
+_CALL_LOCK = threading.Lock()
 
 
 class GemEnvironment(Environment):
@@ -35,20 +35,22 @@ class GemEnvironment(Environment):
     def __init__(self, environment: Any, make: Mapping[str, Any] | None = None) -> None:
         if isinstance(environment, str):
             environment = partial(_gem().make, environment)
-        made = hasattr(environment, "step") and not isinstance(environment, type)
-        self._world = environment if made else environment(**(make or {}))
+        is_instance = hasattr(environment, "step") and not isinstance(environment, type)
+        self._world = environment if is_instance else environment(**(make or {}))
         check_takes_seed("gem", self._world)
-        self._noise: Any = None
+        self._rng_states: Any = None
 
     def reset(self, seed: int) -> tuple[str, dict[str, float | str]]:
-        with self._own_noise():
+        with self._own_rng_states():
             observation, info = self._world.reset(seed=seed)
-        return _shown(observation, info), plain_info(info)
+        return _observation_text(observation, info), plain_info(info)
 
     def step(self, action: str) -> Step:
-        with self._own_noise():
+        with self._own_rng_states():
             observation, reward, terminated, truncated, info = self._world.step(action)
-        return Step(_shown(observation, info), float(reward), bool(terminated), bool(truncated), plain_info(info))
+        return Step(
+            _observation_text(observation, info), float(reward), bool(terminated), bool(truncated), plain_info(info)
+        )
 
     def close(self) -> None:
         close = getattr(self._world, "close", None)
@@ -56,20 +58,20 @@ class GemEnvironment(Environment):
             close()
 
     @contextmanager
-    def _own_noise(self) -> Iterator[None]:
+    def _own_rng_states(self) -> Iterator[None]:
         # waits: for a call, which has a deadline
-        with _TURN:
-            others = _generators()
-            if self._noise is not None:
-                _set_generators(self._noise)
+        with _CALL_LOCK:
+            process_states = _generators()
+            if self._rng_states is not None:
+                _set_generators(self._rng_states)
             try:
                 yield
             finally:
-                self._noise = _generators()
-                _set_generators(others)
+                self._rng_states = _generators()
+                _set_generators(process_states)
 
 
-def named(name: str) -> Callable[..., GemEnvironment]:
+def factory_of(name: str) -> Callable[..., GemEnvironment]:
     """The factory of the environment that the package gem-llm knows by that name."""
     _gem()
     return partial(GemEnvironment, name)
@@ -94,6 +96,6 @@ def _gem() -> Any:
     return gem
 
 
-def _shown(observation: object, info: Mapping[str, Any]) -> str:
+def _observation_text(observation: object, info: Mapping[str, Any]) -> str:
     suffix = info.get(_SUFFIX)
     return f"{observation}\n{suffix}" if isinstance(suffix, str) and suffix else str(observation)

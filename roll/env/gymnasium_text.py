@@ -49,74 +49,74 @@ class GymnasiumText(ActingEnvironment):
     ) -> None:
         super().__init__(format, invalid_penalty, turns)
         self._show, self._read = user_function(show, "show"), user_function(read, "read")
-        self._world = _made(environment, dict(make or {}), drawn=self._show is None)
+        self._world = _make_env(environment, dict(make or {}), as_text=self._show is None)
         self._space = self._world.action_space
         self._names = [name.lower() for name in actions]
         self._intro = intro
-        self._seen: Any = None
+        self._observation: Any = None
         check_takes_seed("gymnasium", self._world)
         _check_actions(self._space, self._names, self._read is not None)
 
     def begin(self, seed: int) -> str:
-        self._seen, _ = self._world.reset(seed=seed)
-        return "\n\n".join(part for part in (self._intro, self._how(), self.view()) if part)
+        self._observation, _ = self._world.reset(seed=seed)
+        return "\n\n".join(part for part in (self._intro, self._action_help(), self.view()) if part)
 
     def act(self, action: Action) -> Step | Invalid:
         try:
-            chosen = self._read(action.text, self._world) if self._read is not None else self._chosen(action.text)
+            chosen = self._read(action.text, self._world) if self._read is not None else self._parse_action(action.text)
         except ValueError as error:
             return Invalid(str(error))
-        self._seen, reward, terminated, truncated, info = self._world.step(chosen)
+        self._observation, reward, terminated, truncated, info = self._world.step(chosen)
         return Step(self.view(), float(reward), bool(terminated), bool(truncated), plain_info(info))
 
     def view(self) -> str:
         if self._show is not None:
-            return str(self._show(self._seen, self._world))
+            return str(self._show(self._observation, self._world))
         if self._world.render_mode == "ansi":
             return plain_text(str(self._world.render()))
-        return observation_text(self._seen)
+        return observation_text(self._observation)
 
     def close(self) -> None:
         self._world.close()
 
-    def _how(self) -> str:
+    def _action_help(self) -> str:
         """One line of instructions about actions, if they are known."""
         if self._names:
-            return f"Each turn, say one of {', '.join(self._names)}, like this: {self.says(self._names[0])}"
+            return f"Each turn, say one of {', '.join(self._names)}, like this: {self.format_action(self._names[0])}"
         if self._read is not None or isinstance(self._space, spaces.Text):
             return ""
         if isinstance(self._space, spaces.Discrete):
             first, last = self._space.start, self._space.start + self._space.n - 1
-            return f"Each turn, say a number from {first} to {last}, like this: {self.says(str(first))}"
+            return f"Each turn, say a number from {first} to {last}, like this: {self.format_action(str(first))}"
         example = ", ".join("0" for _ in range(int(np.prod(self._space.shape))))
-        return f"Each turn, say the numbers of your action, like this: {self.says(example)}"
+        return f"Each turn, say the numbers of your action, like this: {self.format_action(example)}"
 
-    def _chosen(self, text: str) -> Any:
+    def _parse_action(self, text: str) -> Any:
         """The action that a text names; the message of a `ValueError` is shown to the agent."""
         space = self._space
         if isinstance(space, spaces.Text):
-            return self._contained(text, text)
+            return self._check_contained(text, text)
         if self._names:
             if text.lower() not in self._names:
                 raise ValueError(f"{text[:40]!r} is none of {', '.join(self._names)}.")
             return space.start + self._names.index(text.lower())
         numbers = [float(number) for number in _NUMBER.findall(text)]
-        wanted = int(np.prod(space.shape))
-        if len(numbers) != wanted:
-            raise ValueError(f"{len(numbers)} numbers are in what you said, but an action has {wanted}.")
+        size = int(np.prod(space.shape))
+        if len(numbers) != size:
+            raise ValueError(f"{len(numbers)} numbers are in what you said, but an action has {size}.")
         if space.dtype is not None and np.issubdtype(space.dtype, np.integer) and any(n % 1 for n in numbers):
             raise ValueError(f"{text[:40]!r} is no action: write whole numbers.")
         with np.errstate(all="ignore"):  # values that overflow are rejected by `contains`
             chosen = np.array(numbers).astype(space.dtype).reshape(space.shape)
-        return self._contained(text, chosen if space.shape else chosen[()])
+        return self._check_contained(text, chosen if space.shape else chosen[()])
 
-    def _contained(self, text: str, action: Any) -> Any:
+    def _check_contained(self, text: str, action: Any) -> Any:
         if not self._space.contains(action):
             raise ValueError(f"{text[:40]!r} is outside of what an action may be: {self._space}.")
         return action
 
 
-def named(name: str) -> Callable[..., GymnasiumText]:
+def factory_of(name: str) -> Callable[..., GymnasiumText]:
     """The factory of the environment that gymnasium knows by that name."""
     try:
         gymnasium.spec(name)
@@ -139,21 +139,21 @@ def observation_text(observation: Any) -> str:
     return " ".join(f"{number:.4g}" for number in np.atleast_1d(array).tolist())
 
 
-def _made(environment: Any, make: dict[str, Any], drawn: bool) -> gymnasium.Env[Any, Any]:
+def _make_env(environment: Any, make: dict[str, Any], as_text: bool) -> gymnasium.Env[Any, Any]:
     if isinstance(environment, gymnasium.Env):
         return environment
     if not isinstance(environment, str):
         return environment(**make)
     modes = _render_modes(environment)
-    if drawn and "ansi" in modes:
+    if as_text and "ansi" in modes:
         make.setdefault("render_mode", "ansi")
     return gymnasium.make(environment, **make)
 
 
 def _render_modes(name: str) -> Sequence[str]:
     point = gymnasium.spec(name).entry_point
-    made = gymnasium.envs.registration.load_env_creator(point) if isinstance(point, str) else point
-    modes: Sequence[str] = getattr(made, "metadata", {}).get("render_modes", ())
+    creator = gymnasium.envs.registration.load_env_creator(point) if isinstance(point, str) else point
+    modes: Sequence[str] = getattr(creator, "metadata", {}).get("render_modes", ())
     return modes
 
 

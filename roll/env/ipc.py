@@ -77,7 +77,7 @@ class EnvFailed:
 
 @dataclass(frozen=True)
 class EnvSettled:
-    """Notification: an environment has a thread of its own. Sent with the number `BY_ITSELF`."""
+    """Notification: an environment has a thread of its own. Sent with the number `NO_REQUEST`."""
 
     handle: int
     thread: int
@@ -91,18 +91,18 @@ class EnvEnding:
     how: str
 
 
-BY_ITSELF = -1
+NO_REQUEST = -1
 """The number of messages that answer no request."""
 
-Visit: TypeAlias = EnvReset | EnvAct | EnvClose
+EnvCall: TypeAlias = EnvReset | EnvAct | EnvClose
 """A request for one environment."""
-Request: TypeAlias = EnvSetUp | EnvPing | EnvLoad | Visit
+Request: TypeAlias = EnvSetUp | EnvPing | EnvLoad | EnvCall
 Result: TypeAlias = EnvReady | ResetResult | Step | EnvFailed
-News: TypeAlias = EnvSettled | EnvEnding
-RESULTS = framing.Reader(get_args(Result | News))
+Notice: TypeAlias = EnvSettled | EnvEnding
+RESULTS = framing.Reader(get_args(Result | Notice))
 """Decodes the messages of a process."""
 
 
-def frame(message: tuple[int, Request] | tuple[int, Result | News, float]) -> bytes:
+def frame(message: tuple[int, Request] | tuple[int, Result | Notice, float]) -> bytes:
     """An encoded message, ready to be sent."""
     return framing.frame(pickle.dumps(message))

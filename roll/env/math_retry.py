@@ -56,8 +56,8 @@ class MathRetry(ActingEnvironment):
         self._problems = _problems(problems, question, answer) if problems else ()
         self._numbers, self._terms, self._operations = (low, high), terms, operations
         self._question, self._answer = "", Fraction(0)
-        self._wrong: list[str] = []
-        self._right = False
+        self._wrong_answers: list[str] = []
+        self._is_solved = False
 
     @property
     def episodes(self) -> int | None:
@@ -71,44 +71,44 @@ class MathRetry(ActingEnvironment):
             self._question, self._answer = self._problems[seed]
         else:
             self._question, self._answer = self._sum(random.Random(f"maths_retries/{seed}"))
-        self._wrong, self._right = [], False
+        self._wrong_answers, self._is_solved = [], False
         tries = "one try" if self._tries == 1 else f"{self._tries} tries"
-        return f"{self._question}\nYou have {tries}. End with the number, like this: {self.says('7')}"
+        return f"{self._question}\nYou have {tries}. End with the number, like this: {self.format_action('7')}"
 
     def act(self, action: Action) -> Step | Invalid:
         found = last_number(action.text)
         if found is None:
             return Invalid("there is no number in what you said.")
-        self._right = found == self._answer
-        if self._right:
+        self._is_solved = found == self._answer
+        if self._is_solved:
             return Step("Right.", self._decay ** (self._turn - 1), terminated=True)
-        self._wrong.append(shown(found))
-        left = self._tries - self._turn
-        if not left:
-            return Step(f"{shown(found)} is wrong: it was {shown(self._answer)}.", terminated=True)
-        return Step(f"{shown(found)} is wrong. Think again. Tries left: {left}.")
+        self._wrong_answers.append(format_number(found))
+        tries_left = self._tries - self._turn
+        if not tries_left:
+            return Step(f"{format_number(found)} is wrong: it was {format_number(self._answer)}.", terminated=True)
+        return Step(f"{format_number(found)} is wrong. Think again. Tries left: {tries_left}.")
 
     def view(self) -> str:
         return self._question
 
     def state(self) -> str:
-        return f"not {', '.join(sorted(set(self._wrong)))}, {self._tries - self._turn} left"
+        return f"not {', '.join(sorted(set(self._wrong_answers)))}, {self._tries - self._turn} left"
 
-    def facts(self) -> dict[str, float | str]:
-        return {"tries": float(self._turn), "success": float(self._right)}
+    def extra_info(self) -> dict[str, float | str]:
+        return {"tries": float(self._turn), "success": float(self._is_solved)}
 
     def read(self, text: str) -> str | Invalid:
         return text  # the last number of any text counts
 
     def expert(self) -> str:
         """The right answer."""
-        return self.says(shown(self._answer))
+        return self.format_action(format_number(self._answer))
 
-    def _sum(self, noise: random.Random) -> tuple[str, Fraction]:
-        value = noise.randint(*self._numbers)
+    def _sum(self, rng: random.Random) -> tuple[str, Fraction]:
+        value = rng.randint(*self._numbers)
         text = str(value)
         for _ in range(self._terms - 1):
-            operation, number = noise.choice(self._operations), noise.randint(*self._numbers)
+            operation, number = rng.choice(self._operations), rng.randint(*self._numbers)
             if operation == "*" and " " in text:
                 text = f"({text})"
             text = f"{text} {operation} {number if number >= 0 else f'({number})'}"
@@ -130,12 +130,12 @@ def last_number(text: str) -> Fraction | None:
     return -value if last[1] else value
 
 
-def shown(number: Fraction) -> str:
+def format_number(number: Fraction) -> str:
     """A number in its usual form: decimal if that is exact, otherwise a fraction."""
     if number.denominator == 1:
         return str(number.numerator)
-    short = f"{float(number):.10g}"
-    return short if Fraction(short) == number else str(number)
+    decimal = f"{float(number):.10g}"
+    return decimal if Fraction(decimal) == number else str(number)
 
 
 def _fraction(digits: str) -> Fraction:

@@ -31,7 +31,7 @@ from roll.env import ipc
 from roll.env.admission import AdmissionQueue
 from roll.env.base import EnvFailure, ResetResult, Step
 from roll.env.env_process import EnvProcess, Reply
-from roll.env.resolve import located
+from roll.env.resolve import portable_spec
 from roll.env.stats import EnvStats
 from roll.process.bounded_log import LIMIT_BYTES
 from roll.process.structured_gather import structured_gather
@@ -68,10 +68,10 @@ class _Episode:
     """Handle of its environment in the process: an episode id may be reused while its last environment is being
     closed."""
     busy: bool = False
-    host: EnvProcess | None = None
+    slot_process: EnvProcess | None = None
     """The process in which it holds a slot."""
-    apart: EnvProcess | None = None
-    """Its own process, if it runs alone."""
+    own_process: EnvProcess | None = None
+    """A process of its own, if it runs alone."""
     call: asyncio.Future[Reply] | None = None
     """The last call that was sent to the process."""
     admitted: asyncio.Future[None] | None = None
@@ -85,7 +85,7 @@ class _Episode:
     @property
     def process(self) -> EnvProcess | None:
         """The process in which it runs."""
-        return self.apart or self.host
+        return self.own_process or self.slot_process
 
 
 class EnvPool:
@@ -115,16 +115,16 @@ class EnvPool:
         self._log = log
         self._log_bytes = log_bytes
         self._root = root or os.getcwd()
-        self._hosts: set[EnvProcess] = set()
-        self._rooms: dict[EnvProcess, set[_Episode]] = {}
+        self._processes: set[EnvProcess] = set()
+        self._slots: dict[EnvProcess, set[_Episode]] = {}
         self._episodes: dict[str, _Episode] = {}
-        self._places = itertools.count()
-        self._waiting: AdmissionQueue[_Episode] = AdmissionQueue(limits or {})
-        self._closing: dict[asyncio.Task[None], _Episode] = {}
-        self._replacing: set[asyncio.Task[None]] = set()
+        self._handles = itertools.count()
+        self._queue: AdmissionQueue[_Episode] = AdmissionQueue(limits or {})
+        self._closures: dict[asyncio.Task[None], _Episode] = {}
+        self._replacements: set[asyncio.Task[None]] = set()
         # starting more at once would slow each other beyond the start deadline
         self._starts = asyncio.Semaphore(os.cpu_count() or 1)
-        self._ended: RunError | None = RunError("the environment pool was not started")
+        self._end_error: RunError | None = RunError("the environment pool was not started")
         self._counts: Counter[str] = Counter()
         self._seconds = {"reset": 0.0, "step": 0.0}
         self._stats_taken = EnvStats()
@@ -140,7 +140,7 @@ class EnvPool:
 
     async def start(self) -> None:
         """Starts all processes; raises `RunError` if one does not start."""
-        self._ended = None
+        self._end_error = None
         try:
             await structured_gather(self._start_process() for _ in range(self._workers))
         except BaseException:
@@ -152,10 +152,10 @@ class EnvPool:
         An open episode with the same id is closed first."""
         self._raise_if_ended()
         await self.close_episode(episode_id)
-        episode = self._episodes[episode_id] = _Episode(episode_id, spec.name, next(self._places))
-        opened = await self._ended_by_failure(episode, self._open(episode, spec, alone))
-        assert isinstance(opened, ResetResult)
-        return opened
+        episode = self._episodes[episode_id] = _Episode(episode_id, spec.name, next(self._handles))
+        result = await self._end_on_failure(episode, self._open(episode, spec, alone))
+        assert isinstance(result, ResetResult)
+        return result
 
     async def step(self, episode_id: str, action: str) -> Step:
         """Acts in an open episode. An episode takes one call at a time."""
@@ -164,13 +164,15 @@ class EnvPool:
         if episode is None:
             raise self._counted(EnvFailure("lost", f"episode {episode_id!r} is not open here"))
         if episode.busy:
-            raise self._counted(EnvFailure("invalid", f"episode {episode_id!r} has a call under way: one at a time"))
+            raise self._counted(
+                EnvFailure("invalid", f"episode {episode_id!r} already has a call in flight: make one at a time")
+            )
         act = self._ask(episode, ipc.EnvAct(episode.handle, action), self._deadlines.step_s, "step")
-        step = await self._ended_by_failure(episode, act)
+        step = await self._end_on_failure(episode, act)
         assert isinstance(step, Step)
         if step.done:
             self._counts["finished"] += 1
-            self._leave(episode)
+            self._release(episode)
         return step
 
     async def close_episode(self, episode_id: str) -> None:
@@ -178,7 +180,7 @@ class EnvPool:
         `lost`."""
         episode = self._episodes.get(episode_id)
         if episode is not None:
-            self._leave(episode)
+            self._release(episode)
 
     def stats(self) -> EnvStats:
         """Counts since the pool was created."""
@@ -187,7 +189,7 @@ class EnvPool:
             reset_s=self._seconds["reset"],
             step_s=self._seconds["step"],
             open=len(self._episodes),
-            waiting=sum(episode.admitted is not None and not episode.admitted.done() for episode in self._waiting),
+            waiting=sum(episode.admitted is not None and not episode.admitted.done() for episode in self._queue),
         )
 
     def take_stats(self) -> EnvStats:
@@ -201,30 +203,30 @@ class EnvPool:
         and waits for them. In-flight and waiting calls get a `RunError`. May be called again."""
         self._end(RunError("the environment pool was closed"))
         for episode in list(self._episodes.values()):
-            self._leave(episode)
-        quiet = [task for task, episode in self._closing.items() if episode.call is None or episode.call.done()]
-        if quiet:
-            await asyncio.wait(quiet, timeout=min(self._deadlines.step_s, _CLOSE_S))
-        background = [*self._replacing, *self._closing]
+            self._release(episode)
+        idle = [task for task, episode in self._closures.items() if episode.call is None or episode.call.done()]
+        if idle:
+            await asyncio.wait(idle, timeout=min(self._deadlines.step_s, _CLOSE_S))
+        background = [*self._replacements, *self._closures]
         for task in background:
             task.cancel()
         # waits: they were cancelled
         await asyncio.gather(*background, return_exceptions=True)
-        await asyncio.gather(*(self._retire(host) for host in list(self._hosts)))
+        await asyncio.gather(*(self._retire(process) for process in list(self._processes)))
         sweep()
 
     async def _open(self, episode: _Episode, spec: EnvSpec, alone: bool) -> ipc.Result:
         spec = _located(spec)
         options = _pack(spec)
-        host = await self._room(episode)
+        process = await self._acquire_slot(episode)
         if alone:
-            host = episode.apart = await self._started(lambda _: None)
-        await host.load(spec.name, spec.code, self._deadlines.start_s)
-        self._raise_if_left(episode)  # an environment created now would never be closed
+            process = episode.own_process = await self._launch(lambda _: None)
+        await process.load(spec.name, spec.code, self._deadlines.start_s)
+        self._raise_if_closed(episode)  # an environment created now would never be closed
         request = ipc.EnvReset(episode.handle, spec.name, spec.seed, options)
         return await self._ask(episode, request, self._deadlines.reset_s, "reset")
 
-    async def _ask(self, episode: _Episode, request: ipc.Visit, deadline_s: float, what: str) -> ipc.Result:
+    async def _ask(self, episode: _Episode, request: ipc.EnvCall, deadline_s: float, what: str) -> ipc.Result:
         assert episode.process is not None
         episode.call = episode.process.ask(request, deadline_s, f"{what} of episode {episode.id!r}")
         # waits: the call has a deadline
@@ -235,55 +237,55 @@ class EnvPool:
         self._seconds[what] += seconds
         return result
 
-    async def _ended_by_failure(self, episode: _Episode, call: Coroutine[Any, Any, R]) -> R:
+    async def _end_on_failure(self, episode: _Episode, call: Coroutine[Any, Any, R]) -> R:
         """The call's result; if the call fails, ends the episode."""
         episode.busy = True
         try:
             # waits: the call has a deadline
             result = await call
-            self._raise_if_left(episode)
+            self._raise_if_closed(episode)
         except EnvFailure as failure:
-            self._leave(episode)
+            self._release(episode)
             self._raise_if_ended()
             raise self._counted(failure) from None
         except BaseException:
-            self._leave(episode)
+            self._release(episode)
             raise
         finally:
             episode.busy = False
         return result
 
-    def _raise_if_left(self, episode: _Episode) -> None:
+    def _raise_if_closed(self, episode: _Episode) -> None:
         if self._episodes.get(episode.id) is not episode:
             raise EnvFailure("lost", f"episode {episode.id!r} was closed meanwhile")
 
-    def _leave(self, episode: _Episode) -> None:
+    def _release(self, episode: _Episode) -> None:
         """Removes an episode from the pool's table and, in the background, from its process. May be called again."""
         if self._episodes.get(episode.id) is not episode:
             return
         del self._episodes[episode.id]
         if episode.admitted is not None and not episode.admitted.done():
             episode.admitted.set_exception(
-                EnvFailure("lost", f"episode {episode.id!r} was closed while it waited for room")
+                EnvFailure("lost", f"episode {episode.id!r} was closed while it waited for a slot")
             )
-        if episode.host is not None:
-            task = asyncio.create_task(self._vacate(episode, episode.host))
-            self._closing[task] = episode
-            task.add_done_callback(self._closing.pop)
+        if episode.slot_process is not None:
+            task = asyncio.create_task(self._close_in_background(episode, episode.slot_process))
+            self._closures[task] = episode
+            task.add_done_callback(self._closures.pop)
 
-    async def _vacate(self, episode: _Episode, host: EnvProcess) -> None:
+    async def _close_in_background(self, episode: _Episode, process: EnvProcess) -> None:
         if episode.call is not None:
             # waits: the call has a deadline
             await asyncio.wait({episode.call})
-            await self._close_environment(episode, episode.process or host)
-        if episode.apart is not None:
-            await self._retire(episode.apart)
-        self._free(episode, host)
+            await self._close_environment(episode, episode.process or process)
+        if episode.own_process is not None:
+            await self._retire(episode.own_process)
+        self._free_slot(episode, process)
 
-    async def _close_environment(self, episode: _Episode, host: EnvProcess) -> None:
-        if not host.usable:
+    async def _close_environment(self, episode: _Episode, process: EnvProcess) -> None:
+        if not process.usable:
             return
-        close = host.ask(ipc.EnvClose(episode.handle), self._deadlines.step_s, f"close of episode {episode.id!r}")
+        close = process.ask(ipc.EnvClose(episode.handle), self._deadlines.step_s, f"close of episode {episode.id!r}")
         try:
             result, _ = await close
         except EnvFailure as failure:
@@ -293,11 +295,11 @@ class EnvPool:
         if isinstance(result, ipc.EnvFailed):
             _log.warning("closing the environment of episode %r failed: %s\n%s", episode.id, result.reason, result.detail)
 
-    async def _room(self, episode: _Episode) -> EnvProcess:
+    async def _acquire_slot(self, episode: _Episode) -> EnvProcess:
         """The process in which the episode gets a slot; waits if all are full."""
-        self._waiting.join(episode)
+        self._queue.add(episode)
         episode.admitted = asyncio.get_running_loop().create_future()
-        self._hand_out()
+        self._assign_slots()
         if not episode.admitted.done():
             try:
                 await asyncio.wait({episode.admitted}, timeout=self._deadlines.admission_s)
@@ -305,48 +307,50 @@ class EnvPool:
                 episode.admitted.cancel()
         if episode.admitted.cancelled():
             raise EnvFailure(
-                "lost", f"there was no room for {self._deadlines.admission_s:g} s: {self._taken(episode.kind)}"
+                "lost", f"no slot became free within {self._deadlines.admission_s:g} s: {self._full_reason(episode.kind)}"
             )
         episode.admitted.result()
-        assert episode.host is not None
-        return episode.host
+        assert episode.slot_process is not None
+        return episode.slot_process
 
-    def _hand_out(self) -> None:
+    def _assign_slots(self) -> None:
         """Gives free slots to the episodes that have waited longest."""
-        while (episode := self._waiting.first()) is not None and (host := self._emptiest()) is not None:
+        while (episode := self._queue.first()) is not None and (process := self._least_loaded()) is not None:
             assert episode.admitted is not None
-            self._waiting.enter(episode)
-            self._rooms[host].add(episode)
-            episode.host = host
+            self._queue.admit(episode)
+            self._slots[process].add(episode)
+            episode.slot_process = process
             episode.admitted.set_result(None)
 
-    def _taken(self, kind: str) -> str:
-        limit, places = self._waiting.limit(kind), self._workers * self._per_process
-        if limit is not None and limit < places:
-            return f"all {limit} places for {kind!r} are taken"
-        return f"all {places} places are taken"
+    def _full_reason(self, kind: str) -> str:
+        limit, slots = self._queue.limit(kind), self._workers * self._per_process
+        if limit is not None and limit < slots:
+            return f"all {limit} slots for {kind!r} are in use"
+        return f"all {slots} slots are in use"
 
-    def _emptiest(self) -> EnvProcess | None:
-        free = [host for host, inside in self._rooms.items() if host.usable and len(inside) < self._per_process]
-        return min(free, key=lambda host: len(self._rooms[host]), default=None)
+    def _least_loaded(self) -> EnvProcess | None:
+        usable = [
+            process for process, episodes in self._slots.items() if process.usable and len(episodes) < self._per_process
+        ]
+        return min(usable, key=lambda process: len(self._slots[process]), default=None)
 
-    def _free(self, episode: _Episode, host: EnvProcess) -> None:
-        if host in self._rooms:
-            self._rooms[host].remove(episode)
-            self._waiting.remove(episode)
-            self._hand_out()
+    def _free_slot(self, episode: _Episode, process: EnvProcess) -> None:
+        if process in self._slots:
+            self._slots[process].remove(episode)
+            self._queue.release(episode)
+            self._assign_slots()
 
-    def _process_ended(self, host: EnvProcess) -> None:
+    def _process_ended(self, process: EnvProcess) -> None:
         """An environment process ended: starts a replacement in the background."""
-        for episode in self._rooms.pop(host, ()):
-            self._waiting.remove(episode)
-        if self._ended is None:
-            task = asyncio.create_task(self._replace(host))
-            self._replacing.add(task)
-            task.add_done_callback(self._replacing.discard)
+        for episode in self._slots.pop(process, ()):
+            self._queue.release(episode)
+        if self._end_error is None:
+            task = asyncio.create_task(self._replace(process))
+            self._replacements.add(task)
+            task.add_done_callback(self._replacements.discard)
 
-    async def _replace(self, host: EnvProcess) -> None:
-        await self._retire(host)
+    async def _replace(self, process: EnvProcess) -> None:
+        await self._retire(process)
         for tries_left in reversed(range(_START_TRIES)):
             try:
                 await self._start_process()
@@ -359,13 +363,13 @@ class EnvPool:
                 return
 
     async def _start_process(self) -> None:
-        host = await self._started(self._process_ended)
-        self._rooms[host] = set()
-        self._hand_out()
+        process = await self._launch(self._process_ended)
+        self._slots[process] = set()
+        self._assign_slots()
 
-    async def _started(self, on_end: Callable[[EnvProcess], None]) -> EnvProcess:
+    async def _launch(self, on_end: Callable[[EnvProcess], None]) -> EnvProcess:
         async with self._starts:
-            host = await EnvProcess.start(
+            process = await EnvProcess.start(
                 root=self._root,
                 memory_mb=self._memory_mb,
                 deadline_s=self._deadlines.start_s,
@@ -373,23 +377,23 @@ class EnvPool:
                 log_bytes=self._log_bytes,
                 on_end=on_end,
             )
-        self._hosts.add(host)
-        return host
+        self._processes.add(process)
+        return process
 
-    async def _retire(self, host: EnvProcess) -> None:
-        await host.end("the environment pool was closed")
-        self._hosts.discard(host)
+    async def _retire(self, process: EnvProcess) -> None:
+        await process.end("the environment pool was closed")
+        self._processes.discard(process)
 
     def _end(self, error: RunError) -> None:
-        """From now on every call fails with the error, including waiting ones. The first error is kept."""
-        self._ended = self._ended or error
-        for episode in self._waiting.clear():
+        """Makes every later and every waiting call fail with the error. The first error is kept."""
+        self._end_error = self._end_error or error
+        for episode in self._queue.clear():
             if episode.admitted is not None and not episode.admitted.done():
-                episode.admitted.set_exception(RunError(str(self._ended)))
+                episode.admitted.set_exception(RunError(str(self._end_error)))
 
     def _raise_if_ended(self) -> None:
-        if self._ended is not None:
-            raise RunError(str(self._ended))
+        if self._end_error is not None:
+            raise RunError(str(self._end_error))
 
     def _counted(self, failure: EnvFailure) -> EnvFailure:
         self._counts[failure.kind] += 1
@@ -398,7 +402,7 @@ class EnvPool:
 
 def _located(spec: EnvSpec) -> EnvSpec:
     try:
-        return located(spec)
+        return portable_spec(spec)
     except UserError as error:
         raise EnvFailure("invalid", str(error)) from error
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from roll.config.errors import UserError
 from roll.config.option_types import check_types
-from roll.env.resolve import BUILT_IN, EnvSpecError, Factory, check_options, resolve, with_files
+from roll.env.resolve import BUILT_IN, EnvSpecError, Factory, check_options, resolve, resolve_options
 
 if TYPE_CHECKING:
     from roll.data.task import EnvSpec
@@ -23,10 +23,10 @@ def check(spec: EnvSpec) -> None:
     check_seed(spec, episodes(spec))
 
 
-def check_seed(spec: EnvSpec, most: int | None) -> None:
+def check_seed(spec: EnvSpec, count: int | None) -> None:
     """Raises `EnvSpecError` if the environment has at most `most` episodes and the seed is not among them."""
-    if most is not None and not 0 <= spec.seed < most:
-        raise EnvSpecError(f"environment {spec.name!r}: the seed is {spec.seed}, but its episodes are 0 to {most - 1}")
+    if count is not None and not 0 <= spec.seed < count:
+        raise EnvSpecError(f"environment {spec.name!r}: the seed is {spec.seed}, but its episodes are 0 to {count - 1}")
 
 
 def episodes(spec: EnvSpec) -> int | None:
@@ -34,35 +34,35 @@ def episodes(spec: EnvSpec) -> int | None:
     or the number is unknown. Raises `UserError` if the environment does not exist or cannot be created."""
     factory = resolve(spec.name, spec.root)
     check_options(spec.name, factory, spec.options)
-    if not minds_values(spec.name):
+    if not checks_values(spec.name):
         return None
-    check_types(_called(factory), spec.options, f"environment {spec.name!r}: ")
-    return None if _is_foreign(spec.name) else _made(spec, factory)
+    check_types(_wrapped(factory), spec.options, f"environment {spec.name!r}: ")
+    return None if _is_foreign(spec.name) else _episode_count(spec, factory)
 
 
-def minds_values(name: str) -> bool:
+def checks_values(name: str) -> bool:
     """Whether the values of its options are checked, and not only their names."""
     return name in BUILT_IN or name.startswith(_GYMNASIUM)
 
 
-def _made(spec: EnvSpec, factory: Factory) -> int | None:
+def _episode_count(spec: EnvSpec, factory: Factory) -> int | None:
     name = spec.name
     try:
-        environment = factory(**with_files(name, spec.options, spec.root))
+        environment = factory(**resolve_options(name, spec.options, spec.root))
     except (UserError, ValueError) as error:
-        said = str(error).removeprefix(f"{name}: ").removeprefix(f"{_called(factory).__name__}: ")
-        raise EnvSpecError(f"environment {name!r}: {said}") from error
+        message = str(error).removeprefix(f"{name}: ").removeprefix(f"{_wrapped(factory).__name__}: ")
+        raise EnvSpecError(f"environment {name!r}: {message}") from error
     except Exception as error:
         raise EnvSpecError(f"environment {name!r}: making one raised {type(error).__name__}: {error}") from error
-    most: int | None = getattr(environment, "episodes", None)
+    count: int | None = getattr(environment, "episodes", None)
     environment.close()
-    return most
+    return count
 
 
-def _called(factory: Factory) -> Factory:
+def _wrapped(factory: Factory) -> Factory:
     """The class whose signature to check: for a library's environment, the wrapper around it."""
-    called: Factory = getattr(factory, "func", factory)
-    return called
+    wrapped: Factory = getattr(factory, "func", factory)
+    return wrapped
 
 
 def _is_foreign(name: str) -> bool:

@@ -28,9 +28,9 @@ Form: TypeAlias = Literal["fence", "json"]
 Kind: TypeAlias = Literal["arithmetic", "sum", "primes", "digits", "sequence", "calendar"]
 
 TOOL = Tool("python", "code", "Run a Python program and see what it prints.")
-_LONGEST = 1 << 17
+_MAX_PARSED_CHARS = 1 << 17
 """Longer programs are not parsed for their last line: parsing takes some 300 bytes of memory per character."""
-_NEITHER = "There is neither a program nor <answer>…</answer> in what you said."
+_NO_ACTION = "There is neither a program nor <answer>…</answer> in what you said."
 
 
 @register("python")
@@ -72,7 +72,7 @@ class PythonTool(Environment):
             raise ValueError(f"python: the answer is {answer!r}, which is not a number")
         if turns < 1 or seconds <= 0 or memory_mb < 1 or output_chars < 1:
             raise ValueError("python: turns, seconds, memory_mb and output_chars must be above 0")
-        self._kinds, self._given = list(kinds), (question, answer)
+        self._kinds, self._fixed_question = list(kinds), (question, answer)
         self._form, self._turns = form, turns
         self._penalties = invalid_penalty, error_penalty
         self._limits = Limits(wall_s=seconds, cpu_s=max(1, round(seconds)), memory_mb=memory_mb)
@@ -87,10 +87,10 @@ class PythonTool(Environment):
 
     def reset(self, seed: int) -> str:
         best(*self._weakest)  # reports what is missing before the first turn
-        question, answer = self._given
+        question, answer = self._fixed_question
         if answer is None:
-            dice = random.Random(f"python/{seed}")
-            question, answer = QUESTIONS[dice.choice(self._kinds)](dice)
+            rng = random.Random(f"python/{seed}")
+            question, answer = QUESTIONS[rng.choice(self._kinds)](rng)
         self._answer = _number(str(answer)) or Decimal(0)
         how = (
             "in a ```python block"
@@ -111,10 +111,10 @@ class PythonTool(Environment):
         program = self._program(action)
         if program is None:
             self._invalid += 1
-            return self._go_on(_NEITHER, 0.0 - self._penalties[0])
+            return self._next_step(_NO_ACTION, 0.0 - self._penalties[0])
         outcome = run_blocking(Program(shows_last(program)), self._limits, best(*self._weakest))
         self._failed += not outcome.ok
-        return self._go_on(self._shown(outcome), 0.0 if outcome.ok else 0.0 - self._penalties[1])
+        return self._next_step(self._describe_result(outcome), 0.0 if outcome.ok else 0.0 - self._penalties[1])
 
     def _program(self, action: str) -> str | None:
         if self._form == "json":
@@ -126,7 +126,7 @@ class PythonTool(Environment):
         blocks = action.split("```")[1::2]
         return blocks[-1].strip() or None if blocks else None
 
-    def _go_on(self, observation: str, reward: float) -> Step:
+    def _next_step(self, observation: str, reward: float) -> Step:
         if not self._turns:
             return Step(f"{observation}\nYou have no turns left.", reward, terminated=True, info=self._facts())
         return Step(f"{observation}\nTurns left: {self._turns}.", reward, info=self._facts())
@@ -134,24 +134,24 @@ class PythonTool(Environment):
     def _facts(self, success: bool = False) -> dict[str, float]:
         return {"success": float(success), "invalid": float(self._invalid), "failed_programs": float(self._failed)}
 
-    def _shown(self, outcome: ProgramResult) -> str:
-        ends = {
+    def _describe_result(self, outcome: ProgramResult) -> str:
+        reasons = {
             "timeout": f"It was stopped: it took more than {self._limits.wall_s:g} s.",
             "memory": f"It was stopped: it took more than {self._limits.memory_mb} MB of memory.",
             "output": "It was stopped: it printed too much.",
             "disk": "It was stopped: it wrote too much.",
             "killed": "It was stopped.",
         }
-        said = _shortened(outcome.stdout.rstrip(), self._output_chars)
+        text = _shorten(outcome.stdout.rstrip(), self._output_chars)
         if not outcome.ok:
-            error = outcome.stderr.rstrip()[-self._output_chars :] if outcome.kind == "failed" else ends[outcome.kind]
-            said = f"{said}\n{error}".strip()
-        return said or "It printed nothing."
+            error = outcome.stderr.rstrip()[-self._output_chars :] if outcome.kind == "failed" else reasons[outcome.kind]
+            text = f"{text}\n{error}".strip()
+        return text or "It printed nothing."
 
 
 def shows_last(source: str) -> str:
     """The program; if its last line is a bare expression, its value is printed, as in a notebook."""
-    if len(source) > _LONGEST:
+    if len(source) > _MAX_PARSED_CHARS:
         return source
     try:
         body = ast.parse(source).body
@@ -165,7 +165,7 @@ def shows_last(source: str) -> str:
     return f"{before}print(_) if (_ := ({ast.get_source_segment(source, last)})) is not None else None"
 
 
-def _shortened(text: str, limit: int) -> str:
+def _shorten(text: str, limit: int) -> str:
     """The beginning and the end of a text that is too long."""
     if len(text) <= limit:
         return text
@@ -181,44 +181,44 @@ def _number(text: str) -> Decimal | None:
     return value if value.is_finite() else None
 
 
-def _arithmetic(dice: random.Random) -> tuple[str, int]:
-    a, b, c = dice.randint(100, 9999), dice.randint(100, 9999), dice.randint(10, 99999)
+def _arithmetic(rng: random.Random) -> tuple[str, int]:
+    a, b, c = rng.randint(100, 9999), rng.randint(100, 9999), rng.randint(10, 99999)
     return f"What is {a} × {b} − {c}?", a * b - c
 
 
-def _sum(dice: random.Random) -> tuple[str, int]:
-    divisor, most = dice.randint(3, 19), dice.randint(200, 5000)
-    question = f"What is the sum of all whole numbers from 1 to {most} that are divisible by {divisor}?"
-    return question, sum(range(divisor, most + 1, divisor))
+def _sum(rng: random.Random) -> tuple[str, int]:
+    divisor, maximum = rng.randint(3, 19), rng.randint(200, 5000)
+    question = f"What is the sum of all whole numbers from 1 to {maximum} that are divisible by {divisor}?"
+    return question, sum(range(divisor, maximum + 1, divisor))
 
 
-def _primes(dice: random.Random) -> tuple[str, int]:
-    low = dice.randint(2, 2000)
-    high = low + dice.randint(50, 1000)
+def _primes(rng: random.Random) -> tuple[str, int]:
+    low = rng.randint(2, 2000)
+    high = low + rng.randint(50, 1000)
     primes = [n for n in range(low, high + 1) if all(n % d for d in range(2, int(n**0.5) + 1))]
     return f"How many prime numbers are there from {low} to {high}?", len(primes)
 
 
-def _digits(dice: random.Random) -> tuple[str, int]:
-    base, power = dice.randint(2, 30), dice.randint(10, 80)
+def _digits(rng: random.Random) -> tuple[str, int]:
+    base, power = rng.randint(2, 30), rng.randint(10, 80)
     return f"What is the sum of the decimal digits of {base} to the power of {power}?", sum(map(int, str(base**power)))
 
 
-def _sequence(dice: random.Random) -> tuple[str, int]:
-    first, second, place, modulus = dice.randint(1, 9), dice.randint(1, 9), dice.randint(15, 200), dice.randint(50, 9999)
+def _sequence(rng: random.Random) -> tuple[str, int]:
+    first, second, position, modulus = rng.randint(1, 9), rng.randint(1, 9), rng.randint(15, 200), rng.randint(50, 9999)
     before, now = first, second
-    for _ in range(place - 2):
+    for _ in range(position - 2):
         before, now = now, before + now
     question = (
         f"A sequence begins with {first}, {second}, and every further number is the sum of the two before it. "
-        f"What is the remainder of its {place}th number divided by {modulus}?"
+        f"What is the remainder of its {position}th number divided by {modulus}?"
     )
     return question, now % modulus
 
 
-def _calendar(dice: random.Random) -> tuple[str, int]:
-    start = date(dice.randint(1950, 2000), dice.randint(1, 12), dice.randint(1, 28))
-    end = start + timedelta(days=dice.randint(100, 20000))
+def _calendar(rng: random.Random) -> tuple[str, int]:
+    start = date(rng.randint(1950, 2000), rng.randint(1, 12), rng.randint(1, 28))
+    end = start + timedelta(days=rng.randint(100, 20000))
     return f"How many days are there from {start} to {end}, not counting the first?", (end - start).days
 
 

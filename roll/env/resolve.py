@@ -44,7 +44,8 @@ BUILT_IN = {
 }
 """ROLL's own environments, and the modules that register them."""
 LIBRARIES = {"gem": "roll.env.gem", "gymnasium": "roll.env.gymnasium_text"}
-"""Libraries whose environments are named `library:name`, and the modules whose `named(name)` returns their factories."""
+"""Libraries whose environments are named `library:name`, and the modules whose `factory_of(name)` returns their
+factories."""
 _REGISTRY: dict[str, Factory] = {}
 
 
@@ -55,9 +56,9 @@ def register(name: str) -> Callable[[F], F]:
     def mark(factory: F) -> F:
         if name in BUILT_IN and factory.__module__ != BUILT_IN[name]:
             raise ValueError(f"the environment name {name!r} is taken by {BUILT_IN[name]}")
-        taken = _REGISTRY.get(name)
-        if taken is not None and _origin(taken) != _origin(factory):
-            raise ValueError(f"the environment name {name!r} is taken by {_described(taken)}")
+        registered = _REGISTRY.get(name)
+        if registered is not None and _origin(registered) != _origin(factory):
+            raise ValueError(f"the environment name {name!r} is taken by {_describe(registered)}")
         _REGISTRY[name] = factory
         return factory
 
@@ -74,33 +75,35 @@ def resolve(name: str, root: str | os.PathLike[str] | None = None) -> Factory:
     if name in BUILT_IN:
         _module(name, BUILT_IN[name])
     if name in _REGISTRY:
-        return _checked(name, _REGISTRY[name])
+        return _check_factory(name, _REGISTRY[name])
     library, _, inner = name.partition(":")
     if library in LIBRARIES and inner:
-        return _checked(name, _module(name, LIBRARIES[library]).named(inner))
-    offered = {} if ":" in name else _offered()
-    what = f"environment {name!r} of an installed package, at" if name in offered else "environment"
-    found = load_user_code(offered.get(name, name), what=what, known=sorted({*BUILT_IN, *_REGISTRY, *offered}), root=root)
-    return _checked(name, found)
+        return _check_factory(name, _module(name, LIBRARIES[library]).factory_of(inner))
+    installed = {} if ":" in name else _entry_points()
+    what = f"environment {name!r} of an installed package, at" if name in installed else "environment"
+    found = load_user_code(
+        installed.get(name, name), what=what, known=sorted({*BUILT_IN, *_REGISTRY, *installed}), root=root
+    )
+    return _check_factory(name, found)
 
 
-def located(spec: EnvSpec) -> EnvSpec:
+def portable_spec(spec: EnvSpec) -> EnvSpec:
     """The spec in a form that processes can use that never ran the `@register` of its environment: with the path of its
     code, or, for a notebook or a local function, with the pickled code. Raises `UserError` if it cannot be pickled."""
     if spec.code or spec.name in BUILT_IN or spec.name not in _REGISTRY:
         return spec
     factory = _REGISTRY[spec.name]
     file, module, name = _origin(factory)
-    placed = "<" not in name and bool(file or module)
-    return replace(spec, code=f"{file or module}:{name}" if placed else _pickled(spec.name, factory))
+    is_importable = "<" not in name and bool(file or module)
+    return replace(spec, code=f"{file or module}:{name}" if is_importable else _pickle(spec.name, factory))
 
 
-def unpacked(name: str, code: str | bytes, root: str) -> Factory:
-    """The factory of a located spec, in the process that receives it."""
+def load_factory(name: str, code: str | bytes, root: str) -> Factory:
+    """The factory of a portable spec, in the process that receives it."""
     return pickle.loads(code) if isinstance(code, bytes) else resolve(code or name, root)
 
 
-def with_files(name: str, options: Mapping[str, Any], root: str) -> dict[str, Any]:
+def resolve_options(name: str, options: Mapping[str, Any], root: str) -> dict[str, Any]:
     """An environment's options, with the files and functions that they name resolved from `root`."""
     found: dict[str, Any] = resolved(options, "tasks.options")
     KNOWN.learn(found)
@@ -124,9 +127,9 @@ def check_options(name: str, factory: Factory, options: Mapping[str, Any]) -> No
     except TypeError as error:
         known = list(signature.parameters)
         takes = ", ".join(known) or "none"
-        odd = next((option for option in options if option not in known), "")
+        unknown = next((option for option in options if option not in known), "")
         raise EnvSpecError(
-            f"environment {name!r}: {error}; its options are: {takes}{did_you_mean(odd, known)}"
+            f"environment {name!r}: {error}; its options are: {takes}{did_you_mean(unknown, known)}"
         ) from error
 
 
@@ -141,14 +144,14 @@ def _module(name: str, module: str) -> Any:
         raise UserError(f"environment {name!r} needs the package {missing}: run `pip install 'roll-rl[envs]'`") from error
 
 
-def _offered() -> dict[str, str]:
+def _entry_points() -> dict[str, str]:
     """The environments of installed packages: paths by name."""
     from importlib.metadata import entry_points  # not above: it takes a while, and only short names need it
 
     return {point.name: point.value for point in entry_points(group=GROUP)}
 
 
-def _checked(name: str, factory: Factory) -> Factory:
+def _check_factory(name: str, factory: Factory) -> Factory:
     if inspect.iscoroutinefunction(factory):
         raise EnvSpecError(
             f"environment {name!r} is made by an `async def`: make it in a plain function, begin it in `reset`"
@@ -172,11 +175,11 @@ def _check_methods(name: str, kind: type) -> None:
             ) from error
 
 
-def _described(factory: Factory) -> str:
+def _describe(factory: Factory) -> str:
     return f"{factory.__module__}.{getattr(factory, '__qualname__', factory)}"
 
 
-def _pickled(name: str, factory: Factory) -> bytes:
+def _pickle(name: str, factory: Factory) -> bytes:
     import cloudpickle
 
     try:

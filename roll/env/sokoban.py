@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from roll.env.actions import Format
-from roll.env.grid import Cell, GridEnvironment, drawn
+from roll.env.grid import Cell, GridEnvironment, render_grid
 from roll.env.resolve import register
 from roll.env.sokoban_levels import Level, check_shape, make_level, solve
 
@@ -55,7 +55,7 @@ class Sokoban(GridEnvironment):
         return (
             "You are in a warehouse. Push every box onto a target. You can push one box at a time, and pull none.\n"
             "# is a wall, . is floor, T is a target, B is a box, * is a box on a target, P is you, + is you on a target."
-            f"\n{self.how()}\n\n{self.view()}"
+            f"\n{self.action_help()}\n\n{self.view()}"
         )
 
     def move(self, direction: str) -> tuple[float, str]:
@@ -72,7 +72,7 @@ class Sokoban(GridEnvironment):
 
     def view(self) -> str:
         rows, columns = range(self.level.height), range(self.level.width)
-        return drawn([self._symbol((row, column)) for column in columns] for row in rows)
+        return render_grid([self._symbol((row, column)) for column in columns] for row in rows)
 
     def state(self) -> str:
         return f"{self.level.player} {sorted(self.level.boxes)}"
@@ -90,12 +90,12 @@ class Sokoban(GridEnvironment):
         return self._plan
 
     def _symbol(self, cell: Cell) -> str:
-        room = self.level
-        if cell not in room.floor:
+        level = self.level
+        if cell not in level.floor:
             return "#"
-        on_target = cell in room.targets
-        if cell == room.player:
+        on_target = cell in level.targets
+        if cell == level.player:
             return "+" if on_target else "P"
-        if cell in room.boxes:
+        if cell in level.boxes:
             return "*" if on_target else "B"
         return "T" if on_target else "."

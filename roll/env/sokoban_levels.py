@@ -14,14 +14,14 @@ from functools import cached_property, lru_cache
 from typing import TypeAlias
 
 from roll.env.astar import shortest_path
-from roll.env.grid import DIRECTIONS, Cell, beside
+from roll.env.grid import DIRECTIONS, Cell, neighbour
 
 Cells: TypeAlias = frozenset[Cell]
 
-_TRIES = 2_000
-_MOST_STATES = 2_000
+_MAX_ATTEMPTS = 2_000
+_MAX_STATES = 2_000
 """Maximum number of states visited backwards from a solution. One box in a small level has fewer."""
-_STRAIGHT_ON = 0.65
+_KEEP_DIRECTION = 0.65
 """Probability that the walk that creates the floor keeps its direction."""
 
 
@@ -42,15 +42,15 @@ class Level:
 
     def moved(self, direction: str) -> Level | None:
         """The level after a move, which pushes a box in its way; None if the move is blocked."""
-        there = beside(self.player, direction)
-        if there not in self.floor:
+        target = neighbour(self.player, direction)
+        if target not in self.floor:
             return None
-        if there not in self.boxes:
-            return replace(self, player=there)
-        behind = beside(there, direction)
+        if target not in self.boxes:
+            return replace(self, player=target)
+        behind = neighbour(target, direction)
         if behind not in self.floor or behind in self.boxes:
             return None
-        return replace(self, player=there, boxes=(self.boxes - {there}) | {behind})
+        return replace(self, player=target, boxes=(self.boxes - {target}) | {behind})
 
     @cached_property
     def distances(self) -> dict[Cell, int]:
@@ -64,8 +64,8 @@ def check_shape(height: int, width: int, boxes: int, min_pushes: int, max_pushes
     inside = (height - 2) * (width - 2)
     if min(height, width) < 3 or boxes < 1 or inside < 2 * boxes + 1:
         raise ValueError(
-            f"sokoban: boxes={boxes} in a room of height={height}, width={width}, walls included: write 1 or more, "
-            "as many as leave room to push them"
+            f"sokoban: boxes={boxes} in a level of height={height}, width={width}, walls included: write 1 or more, "
+            "few enough that there is space to push them"
         )
     if min_pushes < 1 or 0 < max_pushes < min_pushes:
         raise ValueError(f"sokoban: min_pushes={min_pushes}, max_pushes={max_pushes}: write 1 or more, and no less")
@@ -78,78 +78,78 @@ def make_level(
     """The level of that seed, with every box off its target. Solving it takes at least `min_pushes` pushes and, unless
     that is 0, at most `max_pushes`: all numbers for which there are levels are equally likely."""
     check_shape(height, width, boxes, min_pushes, max_pushes)
-    noise = random.Random(f"sokoban/{seed}/{height}/{width}/{boxes}")
-    for _ in range(_TRIES):
-        room = _played_back(noise, height, width, _floor(noise, height, width), boxes, min_pushes, max_pushes)
-        if room is not None:
-            return room
+    rng = random.Random(f"sokoban/{seed}/{height}/{width}/{boxes}")
+    for _ in range(_MAX_ATTEMPTS):
+        level = _generate(rng, height, width, _floor(rng, height, width), boxes, min_pushes, max_pushes)
+        if level is not None:
+            return level
     raise ValueError(
-        f"sokoban: no room of {height} × {width} with {boxes} boxes takes {min_pushes} to {max_pushes or 'any'} pushes: "
-        "write a larger room, fewer boxes or a smaller min_pushes"
+        f"sokoban: no level of {height} × {width} with {boxes} boxes takes {min_pushes} to {max_pushes or 'any'} pushes: "
+        "write a larger level, fewer boxes or a smaller min_pushes"
     )
 
 
-def solve(room: Level, most_states: int = 100_000) -> list[str] | None:
-    """A shortest solution of the level, in moves; None if there is none, or none was found within `most_states`."""
+def solve(level: Level, max_states: int = 100_000) -> list[str] | None:
+    """A shortest solution of the level, in moves; None if there is none, or none was found within `max_states`."""
 
     def pushes(state: tuple[Cells, Cell]) -> Iterator[tuple[list[str], int, tuple[Cells, Cell]]]:
         boxes, player = state
-        ways = _ways(room.floor - boxes, player)
+        reachable = _reachable_cells(level.floor - boxes, player)
         for box in sorted(boxes):
             for direction in DIRECTIONS:
-                stand, there = beside(box, direction, -1), beside(box, direction)
-                if stand in ways and there in room.distances and there not in boxes:
-                    path = [*_path(ways, stand), direction]
-                    yield path, len(path), ((boxes - {box}) | {there}, box)
+                player_cell, target = neighbour(box, direction, -1), neighbour(box, direction)
+                if player_cell in reachable and target in level.distances and target not in boxes:
+                    path = [*_path(reachable, player_cell), direction]
+                    yield path, len(path), ((boxes - {box}) | {target}, box)
 
-    def at_least(state: tuple[Cells, Cell]) -> int:
-        return sum(room.distances[box] for box in state[0])
+    def lower_bound(state: tuple[Cells, Cell]) -> int:
+        return sum(level.distances[box] for box in state[0])
 
-    if not all(box in room.distances for box in room.boxes):
+    if not all(box in level.distances for box in level.boxes):
         return None
-    start = (room.boxes, room.player)
-    found = shortest_path(start, pushes, lambda state: state[0] == room.targets, at_least, most_states)
+    start = (level.boxes, level.player)
+    found = shortest_path(start, pushes, lambda state: state[0] == level.targets, lower_bound, max_states)
     return None if found is None else [move for path in found for move in path]
 
 
-def _floor(noise: random.Random, height: int, width: int) -> Cells:
+def _floor(rng: random.Random, height: int, width: int) -> Cells:
     """The cells of a random walk that turns now and then: connected, with corners and corridors."""
     inside = [(row, column) for row in range(1, height - 1) for column in range(1, width - 1)]
-    wanted = round(len(inside) * noise.uniform(0.5, 0.95))
-    cell, direction = noise.choice(inside), noise.choice(list(DIRECTIONS))
+    size = round(len(inside) * rng.uniform(0.5, 0.95))
+    cell, direction = rng.choice(inside), rng.choice(list(DIRECTIONS))
     floor = {cell}
-    while len(floor) < wanted:
-        if noise.random() > _STRAIGHT_ON:
-            direction = noise.choice(list(DIRECTIONS))
-        there = beside(cell, direction)
-        if 0 < there[0] < height - 1 and 0 < there[1] < width - 1:
-            cell = there
+    while len(floor) < size:
+        if rng.random() > _KEEP_DIRECTION:
+            direction = rng.choice(list(DIRECTIONS))
+        target = neighbour(cell, direction)
+        if 0 < target[0] < height - 1 and 0 < target[1] < width - 1:
+            cell = target
             floor.add(cell)
         else:
-            direction = noise.choice(list(DIRECTIONS))
+            direction = rng.choice(list(DIRECTIONS))
     return frozenset(floor)
 
 
-def _played_back(
-    noise: random.Random, height: int, width: int, floor: Cells, boxes: int, min_pushes: int, max_pushes: int
+def _generate(
+    rng: random.Random, height: int, width: int, floor: Cells, boxes: int, min_pushes: int, max_pushes: int
 ) -> Level | None:
     if len(floor) < 2 * boxes + 1:
         return None
-    targets = frozenset(noise.sample(sorted(floor), boxes))
+    targets = frozenset(rng.sample(sorted(floor), boxes))
     by_pushes: dict[int, list[tuple[Cells, Cells]]] = {}
-    for pushes, placed, region in _pulled(floor, targets):
-        if pushes >= min_pushes and not placed & targets:
-            by_pushes.setdefault(pushes, []).append((placed, region))
+    for pushes, pulled_boxes, region in _reachable_states(floor, targets):
+        if pushes >= min_pushes and not pulled_boxes & targets:
+            by_pushes.setdefault(pushes, []).append((pulled_boxes, region))
         if max_pushes and pushes > max_pushes:
             break
     chosen = [pushes for pushes in by_pushes if not max_pushes or pushes <= max_pushes]
     if not chosen:
         return None
-    placed, region = noise.choice(by_pushes[noise.choice(chosen)])
-    return Level(height, width, floor, targets, placed, noise.choice(sorted(region)))
+    pulled_boxes, region = rng.choice(by_pushes[rng.choice(chosen)])
+    return Level(height, width, floor, targets, pulled_boxes, rng.choice(sorted(region)))
 
 
-def _pulled(floor: Cells, targets: Cells) -> Iterator[tuple[int, Cells, Cells]]:
+def _reachable_states(floor: Cells, targets: Cells) -> Iterator[tuple[int, Cells, Cells]]:
     """The states reachable by pulling boxes off the targets, with the number of pulls, fewest first: the boxes, and the
     region that the player can walk in."""
     layer = [(targets, region) for region in _regions(floor - targets)]
@@ -161,8 +161,8 @@ def _pulled(floor: Cells, targets: Cells) -> Iterator[tuple[int, Cells, Cells]]:
             yield pulls, boxes, region
             for pulled, player in _pulls(floor, boxes, region):
                 known = seen.setdefault(pulled, [])
-                if states < _MOST_STATES and not any(player in region for region in known):
-                    known.append(frozenset(_ways(floor - pulled, player)))
+                if states < _MAX_STATES and not any(player in region for region in known):
+                    known.append(frozenset(_reachable_cells(floor - pulled, player)))
                     following.append((pulled, known[-1]))
                     states += 1
         layer, pulls = following, pulls + 1
@@ -171,40 +171,40 @@ def _pulled(floor: Cells, targets: Cells) -> Iterator[tuple[int, Cells, Cells]]:
 def _pulls(floor: Cells, boxes: Cells, region: Cells) -> Iterator[tuple[Cells, Cell]]:
     for box in sorted(boxes):
         for direction in DIRECTIONS:
-            stand, there = beside(box, direction), beside(box, direction, 2)
-            if stand in region and there in floor and there not in boxes:
-                yield (boxes - {box}) | {stand}, there
+            player_cell, target = neighbour(box, direction), neighbour(box, direction, 2)
+            if player_cell in region and target in floor and target not in boxes:
+                yield (boxes - {box}) | {player_cell}, target
 
 
 def _regions(free: Cells) -> list[Cells]:
     regions: list[Cells] = []
-    left = set(free)
+    unassigned = set(free)
     for cell in sorted(free):
-        if cell in left:
-            regions.append(frozenset(_ways(free, cell)))
-            left -= regions[-1]
+        if cell in unassigned:
+            regions.append(frozenset(_reachable_cells(free, cell)))
+            unassigned -= regions[-1]
     return regions
 
 
-def _ways(free: Cells, start: Cell) -> dict[Cell, tuple[Cell, str] | None]:
+def _reachable_cells(free: Cells, start: Cell) -> dict[Cell, tuple[Cell, str] | None]:
     """Every reachable cell, with the last step of a shortest path to it."""
-    ways: dict[Cell, tuple[Cell, str] | None] = {start: None}
+    last_steps: dict[Cell, tuple[Cell, str] | None] = {start: None}
     layer = [start]
     while layer:
         following: list[Cell] = []
         for cell in layer:
             for direction in DIRECTIONS:
-                there = beside(cell, direction)
-                if there in free and there not in ways:
-                    ways[there] = (cell, direction)
-                    following.append(there)
+                target = neighbour(cell, direction)
+                if target in free and target not in last_steps:
+                    last_steps[target] = (cell, direction)
+                    following.append(target)
         layer = following
-    return ways
+    return last_steps
 
 
-def _path(ways: dict[Cell, tuple[Cell, str] | None], cell: Cell) -> list[str]:
+def _path(last_steps: dict[Cell, tuple[Cell, str] | None], cell: Cell) -> list[str]:
     path: list[str] = []
-    while (step := ways[cell]) is not None:
+    while (step := last_steps[cell]) is not None:
         cell, direction = step
         path.append(direction)
     return path[::-1]
@@ -217,9 +217,9 @@ def _push_distances(floor: Cells, targets: Cells) -> dict[Cell, int]:
         following: list[Cell] = []
         for cell in layer:
             for direction in DIRECTIONS:
-                before, stand = beside(cell, direction, -1), beside(cell, direction, -2)
-                if before in floor and stand in floor and before not in distances:
-                    distances[before] = distances[cell] + 1
-                    following.append(before)
+                box_cell, player_cell = neighbour(cell, direction, -1), neighbour(cell, direction, -2)
+                if box_cell in floor and player_cell in floor and box_cell not in distances:
+                    distances[box_cell] = distances[cell] + 1
+                    following.append(box_cell)
         layer = following
     return distances

@@ -44,29 +44,30 @@ def seeds(split: Split, first: EnvSpec, count: int | None, held_out: int | None,
         raise UserError(
             f"{section}.options: count={count}, held_out={held_out}: write a count above 0, held_out not below"
         )
-    there = episodes(first)
-    if there is not None and first.seed < 0:
+    available = episodes(first)
+    if available is not None and first.seed < 0:
         raise UserError(f"{section}.options: first_seed is {first.seed}: the seeds of {first.name!r} begin with 0")
-    train, rest = _sizes(None if there is None else there - first.seed, count, held_out)
-    if there is not None and (train < 1 or first.seed + train + rest > there):
-        asked = ", ".join(
+    train, rest = _sizes(None if available is None else available - first.seed, count, held_out)
+    if available is not None and (train < 1 or first.seed + train + rest > available):
+        given_options = ", ".join(
             f"{option}={given}"
             for option, given in (("count", count), ("held_out", held_out), ("first_seed", first.seed or None))
             if given is not None
         )
         raise UserError(
-            f"{section}.options: {first.name!r} has {there} episodes with its options, too few to train on some and hold "
-            f"others out{f' with {asked}' if asked else ''}: write a smaller count or held_out, or give it more"
+            f"{section}.options: {first.name!r} has {available} episodes with its options, too few to train on some and "
+            f"hold others out{f' with {given_options}' if given_options else ''}: write a smaller count or held_out, or "
+            "give it more"
         )
     begin, size = (first.seed, train) if split == "train" else (first.seed + train, rest)
     return range(begin, begin + size)
 
 
-def _sizes(there: int | None, count: int | None, held_out: int | None) -> tuple[int, int]:
+def _sizes(available: int | None, count: int | None, held_out: int | None) -> tuple[int, int]:
     """The numbers of training and held-out episodes. Of 50 episodes they are 45 and 5, of 5000 they are 1000 and 100;
     given numbers are used even if there are too few episodes."""
-    if there is None:
+    if available is None:
         return COUNT if count is None else count, HELD_OUT if held_out is None else held_out
     if held_out is None:
-        held_out = min(HELD_OUT, max(1, there // _SHARE if count is None else there - count))
-    return min(COUNT, there - held_out) if count is None else count, held_out
+        held_out = min(HELD_OUT, max(1, available // _SHARE if count is None else available - count))
+    return min(COUNT, available - held_out) if count is None else count, held_out

@@ -22,8 +22,8 @@ from roll.data.eval_sets import with_eval_sets
 from roll.data.formats import FORMATS
 from roll.data.sources import TaskSet, TaskSource, load_tasks
 from roll.data.task import Task
-from roll.env.preflight import check_seed, episodes, minds_values
-from roll.env.resolve import located as find_code
+from roll.env.preflight import check_seed, checks_values, episodes
+from roll.env.resolve import portable_spec as find_code
 from roll.model.find import check_template, find_model
 from roll.pipeline.policies import check_policies
 from roll.reward import RewardFn, RewardSpec
@@ -131,7 +131,7 @@ def _located(tasks: TaskSet, root: str) -> TaskSet:
         if spec is None:
             return task
         spec = replace(spec, root=root)
-        kind = (spec.name, repr(sorted(spec.options.items()) if minds_values(spec.name) else sorted(spec.options)))
+        kind = (spec.name, repr(sorted(spec.options.items()) if checks_values(spec.name) else sorted(spec.options)))
         if kind not in checked:
             most = episodes(spec)
             checked[kind] = find_code(spec).code, most

@@ -350,7 +350,7 @@ class SampleRunner:
             return await call
         except EnvFailure as failure:
             culprit = failure.kind in ("deadline", "crashed")
-            again, kill = culprit or failure.kind == "lost", culprit / failure.suspects
+            again, kill = culprit or failure.kind == "lost", culprit / failure.candidates
             raise _Over(f"environment {failure}", again=again, kill=kill) from None
         except RemoteError as error:  # the episode died with its worker
             raise _Over(f"environment worker died: {error.worker}", lost=True) from None

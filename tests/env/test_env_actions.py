@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.env.actions import FORMATS, ActingEnvironment, Action, Format, Invalid, Tool, parse, write
-from roll.env.base import Step, opened, stepped
+from roll.env.base import Step, parse_reset, parse_step
 
 MOVE = Tool("move", "direction")
 PIECES = st.sampled_from(
@@ -83,8 +83,8 @@ def test_anything_may_be_said(said: str, format: Format) -> None:
         assert found.text.encode()
         assert found.text == found.text.strip()
     world = Corridor(format=format)
-    opened(world.reset(1))
-    stepped(world.step(said))
+    parse_reset(world.reset(1))
+    parse_step(world.step(said))
 
 
 @pytest.mark.parametrize(
@@ -145,14 +145,14 @@ def test_free_text_is_read_by_the_environment() -> None:
 def test_what_is_no_action_is_told_costs_its_penalty_and_changes_nothing(format: Format) -> None:
     world = Corridor(format=format, invalid_penalty=0.25)
     assert world.reset(1) == ("cell 1", {"state": 1})
-    for number, said in enumerate(["", world.says("jump"), "?!"], 1):
+    for number, said in enumerate(["", world.format_action("jump"), "?!"], 1):
         step = world.step(said)
         assert str(step.observation).startswith("Invalid action: ")
         assert str(step.observation).endswith("\n\ncell 1")
         assert (step.reward, step.done, step.info) == (-0.25, False, {"invalid": number, "state": 1})
-    step = world.step(world.says("right"))
+    step = world.step(world.format_action("right"))
     assert (step.observation, step.reward, step.info) == ("cell 2", 0.0, {"invalid": 3, "state": 2})
-    assert world.step(world.says("right")) == Step("There.", 1.0, terminated=True, info={"invalid": 3})
+    assert world.step(world.format_action("right")) == Step("There.", 1.0, terminated=True, info={"invalid": 3})
     assert world.reset(1)[1] == {"state": 1}
     assert world.step("").info["invalid"] == 1, "another episode"
 
@@ -160,13 +160,13 @@ def test_what_is_no_action_is_told_costs_its_penalty_and_changes_nothing(format:
 def test_turns_of_either_kind_are_counted_and_the_last_cuts_off() -> None:
     world = Corridor(turns=3)
     world.reset(0)
-    assert [world.step(said).truncated for said in (world.says("right"), "?", world.says("right"))] == [
+    assert [world.step(said).truncated for said in (world.format_action("right"), "?", world.format_action("right"))] == [
         False,
         False,
         True,
     ]
     world.reset(0)
-    last = [world.step(world.says("right")) for _ in range(3)][-1]
+    last = [world.step(world.format_action("right")) for _ in range(3)][-1]
     assert (last.terminated, last.truncated) == (True, False), "who arrives with the last turn has arrived"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 
-from roll.env.base import Step, opened, stepped
+from roll.env.base import Step, parse_reset, parse_step
 from roll.env.frozen_lake import FrozenLake, best_choices
 from roll.env.state_key import state_of
 
@@ -16,18 +16,18 @@ def on(rows: list[str], **options: object) -> FrozenLake:
     world.reset(0)
     world._map = rows
     world._lake = FrozenLakeEnv(desc=rows, is_slippery=world._slippery)
-    world._stand(world._lake.reset(seed=0)[0])
+    world._set_cell(world._lake.reset(seed=0)[0])
     return world
 
 
 def played(world: FrozenLake, seed: int, most: int = 300) -> list[Step]:
     """The expert's episode."""
-    opened(world.reset(seed))
+    parse_reset(world.reset(seed))
     steps: list[Step] = []
     while not (steps and steps[-1].done) and len(steps) < most:
         action = world.expert()
         assert action is not None
-        steps.append(stepped(world.step(action)))
+        steps.append(parse_step(world.step(action)))
     return steps
 
 
@@ -143,7 +143,7 @@ def test_on_slippery_ice_the_expert_is_far_better_than_the_short_way_and_episode
 def test_the_same_cell_is_the_same_state_however_it_was_reached() -> None:
     def after(*moves: str) -> int:
         world = on(["SFF", "FFF", "FFG"])
-        return state_of([stepped(world.step(f"<answer>{move}</answer>")) for move in moves][-1])
+        return state_of([parse_step(world.step(f"<answer>{move}</answer>")) for move in moves][-1])
 
     assert after("right", "down") == after("down", "right") == after("up", "right", "down")
     assert after("right") != after("down")

@@ -15,7 +15,7 @@ from gymnasium import spaces
 from roll.config.errors import UserError
 from roll.data.task import EnvSpec
 from roll.env import check, resolve
-from roll.env.base import opened, stepped
+from roll.env.base import parse_reset, parse_step
 from roll.env.compat import plain_info, plain_text
 from roll.env.gem import GemEnvironment
 from roll.env.gymnasium_text import GymnasiumText, observation_text
@@ -84,7 +84,7 @@ def test_the_seed_makes_the_episode_also_in_a_process() -> None:
     one, other = asyncio.run(main())
     assert one == other
     world = resolve("gymnasium:CartPole-v1")()
-    assert opened(world.reset(5)).messages[0]["content"] == one[0]
+    assert parse_reset(world.reset(5)).messages[0]["content"] == one[0]
     assert one[0] != world.reset(6)[0]
 
 
@@ -121,11 +121,11 @@ def test_actions_are_read_by_what_the_environment_takes(space: spaces.Space[Any]
 
 def test_observations_rewards_and_info_of_any_kind_can_be_taken() -> None:
     world, _ = scales(spaces.Discrete(2), intro="Weigh.", turns=9)
-    begun = opened(world.reset(3))
+    begun = parse_reset(world.reset(3))
     assert begun.messages[0]["content"] == (
         "Weigh.\n\nEach turn, say a number from 0 to 1, like this: <answer>0</answer>\n\npointer: 0.5 -1.25\nleft: 3"
     )
-    step = stepped(world.step("<answer>1</answer>"))
+    step = parse_step(world.step("<answer>1</answer>"))
     assert (step.observation, step.reward, step.truncated) == ("pointer: 0.5 -1.25\nleft: 2", 0.5, False)
     assert set(step.info) == {"invalid", "drawn", "text"}
     world.step("<answer>1</answer>")
@@ -222,10 +222,10 @@ class Unseeded(Dice):
 
 def test_an_environment_of_gems_kind_is_played() -> None:
     world = GemEnvironment(Dice, {"turns": 2})
-    begun = opened(world.reset(seed=4))
+    begun = parse_reset(world.reset(seed=4))
     assert begun.messages[0]["content"].endswith(".\nRoll again?")
     assert begun.info == {"suffix": "Roll again?"}
-    steps = [stepped(world.step("yes")) for _ in range(2)]
+    steps = [parse_step(world.step("yes")) for _ in range(2)]
     assert [(step.reward, step.terminated, step.info) for step in steps] == [
         (0.25, False, {"left": 1}),
         (0.25, True, {"left": 0}),

@@ -14,9 +14,9 @@ from roll.config.errors import UserError
 from roll.config.schema import TasksConfig
 from roll.data.sources import load_tasks
 from roll.data.task import Task
-from roll.env.base import opened, stepped
+from roll.env.base import parse_reset, parse_step
 from roll.env.demonstrations import demonstrations
-from roll.env.math_retry import MathRetry, last_number, shown
+from roll.env.math_retry import MathRetry, format_number, last_number
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_the_last_number(text: str, number: str | None) -> None:
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.fractions(max_denominator=999).filter(lambda number: abs(number) < 10**15))
 def test_a_number_is_read_as_it_is_shown(number: Fraction) -> None:
-    assert last_number(f"It is {shown(number)}.") == number
+    assert last_number(f"It is {format_number(number)}.") == number
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -55,8 +55,8 @@ def test_a_number_is_read_as_it_is_shown(number: Fraction) -> None:
 def test_anything_may_be_said(text: str) -> None:
     last_number(text)
     world = MathRetry()
-    opened(world.reset(0))
-    stepped(world.step(text))
+    parse_reset(world.reset(0))
+    parse_step(world.step(text))
 
 
 def test_a_right_answer_is_worth_less_with_every_try() -> None:

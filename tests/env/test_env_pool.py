@@ -56,11 +56,11 @@ def with_pool(
             for episode in list(pool._episodes):
                 await pool.close_episode(episode)
             await settled(pool)
-            assert not any(pool._rooms.values())
-            assert not any(pool._waiting.inside.values())
-            assert len(pool._rooms) == workers
-            pids = {host.pid for host in pool._hosts}
-        assert not any((pool._hosts, pool._rooms, pool._episodes, pool._closing, pool._replacing, pool._waiting))
+            assert not any(pool._slots.values())
+            assert not any(pool._queue.admitted_counts.values())
+            assert len(pool._slots) == workers
+            pids = {host.pid for host in pool._processes}
+        assert not any((pool._processes, pool._slots, pool._episodes, pool._closures, pool._replacements, pool._queue))
         assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
         return pids
 
@@ -78,7 +78,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 async def settled(pool: EnvPool) -> None:
     """Until the background has nothing to do."""
-    while background := [*pool._closing, *pool._replacing]:
+    while background := [*pool._closures, *pool._replacements]:
         await asyncio.wait(background)
 
 
@@ -264,7 +264,7 @@ def test_a_kind_at_its_limit_waits_and_holds_up_nobody_else() -> None:
         await asyncio.sleep(0)
         others = [await asyncio.wait_for(begin(name, other), 10) for name in "vwx"]
         assert {kind for kind, _ in (*first, *others)} == {"ok"}
-        assert (pool.stats().waiting, pool._waiting.inside[limited]) == (3, 2)
+        assert (pool.stats().waiting, pool._queue.admitted_counts[limited]) == (3, 2)
         await pool.close_episode("d")
         assert (await waits[1])[0] == "lost"
         await pool.close_episode("a")
@@ -280,19 +280,22 @@ def test_who_waits_for_its_kind_too_long_is_told_what_is_taken() -> None:
     async def use(pool: EnvPool) -> None:
         await pool.reset("a", world())
         kind, reason = await outcome(pool.reset("b", world()))
-        assert (kind, reason) == ("lost", f"there was no room for 0.2 s: all 1 places for '{WORLDS}:World' are taken")
+        assert (kind, reason) == (
+            "lost",
+            f"no slot became free within 0.2 s: all 1 slots for '{WORLDS}:World' are in use",
+        )
         assert (await outcome(pool.reset("c", world(kind="AsyncWorld"))))[0] == "ok"
 
     with_pool(use, Deadlines(admission_s=0.2), limits={f"{WORLDS}:World": 1})
 
 
-def test_thousands_may_wait_for_a_few_places_and_the_limit_holds_all_the_while() -> None:
+def test_thousands_may_wait_for_a_few_slots_and_the_limit_holds_all_the_while() -> None:
     most = 0
 
     async def episode(pool: EnvPool, seed: int) -> float:
         nonlocal most
         said = (await pool.reset(str(seed), EnvSpec("echo_turns", seed, {"turns": 2}))).messages[0]["content"]
-        most = max(most, pool._waiting.inside["echo_turns"])
+        most = max(most, pool._queue.admitted_counts["echo_turns"])
         first = await pool.step(str(seed), said)
         return first.reward + (await pool.step(str(seed), str(first.observation))).reward
 
@@ -375,8 +378,8 @@ def test_a_crash_says_how_many_calls_may_have_caused_it(busy: int) -> None:
         for call in calls:
             with pytest.raises(EnvFailure) as caught:
                 await call
-            assert (caught.value.kind, caught.value.suspects) == ("crashed", busy)
-            assert pickle.loads(pickle.dumps(caught.value)).suspects == busy
+            assert (caught.value.kind, caught.value.candidates) == ("crashed", busy)
+            assert pickle.loads(pickle.dumps(caught.value)).candidates == busy
 
     with_pool(use)
 
@@ -419,7 +422,7 @@ def test_an_environment_that_is_alone_shares_its_fate_with_nobody() -> None:
         assert (await told(pool, "neighbour", "os._exit", 1))[0] == "crashed"
         assert await told(pool, "alone", "raise", "my own error") == ("raised", "KeyError: 'my own error' (worlds.py:61)")
         await settled(pool)
-        assert len(pool._hosts) == 1
+        assert len(pool._processes) == 1
 
     with_pool(use, workers=1, per_process=2)
 
@@ -454,12 +457,12 @@ def test_a_process_that_broke_off_gets_no_new_episode(monkeypatch: pytest.Monkey
     async def use(pool: EnvPool) -> None:
         await pool.reset("a", world())
         breaking = asyncio.create_task(told(pool, "a", "write garbage", *NO_PICKLE))
-        (host,) = pool._hosts
+        (host,) = pool._processes
         await until(lambda: not host.usable)
         assert await outcome(pool.reset("b", world(2))) == ("ok", "seed 2")
         assert (await breaking)[0] == "crashed"
 
-    monkeypatch.setattr("roll.env.env_process._LAST_WORDS_S", 0.6)
+    monkeypatch.setattr("roll.env.env_process._EXIT_STATUS_S", 0.6)
     with_pool(use)
 
 
@@ -467,7 +470,7 @@ def test_a_process_that_died_idle_harms_no_new_episode() -> None:
     async def use(pool: EnvPool) -> None:
         await pool.reset("a", world())
         os.kill(await process_of(pool, "a"), signal.SIGKILL)
-        (host,) = pool._hosts
+        (host,) = pool._processes
         await until(lambda: not host.usable)
         assert await outcome(pool.reset("b", world(9))) == ("ok", "seed 9")
         assert pool.stats().crashed == 0
@@ -541,7 +544,7 @@ def test_memory_is_limited_for_who_wants_too_much_and_not_for_its_neighbours() -
     with_pool(use, memory_mb=200, per_process=128)
 
 
-def test_an_episode_left_early_is_closed_and_its_room_given_on(tmp_path: Path) -> None:
+def test_an_episode_left_early_is_closed_and_its_slot_is_given_to_another(tmp_path: Path) -> None:
     async def use(pool: EnvPool) -> None:
         await pool.reset("a", world(end=["touch", str(tmp_path / "a")]))
         waiting = asyncio.create_task(outcome(pool.reset("b", world(2, end=["raise", "oops"]))))
@@ -577,7 +580,7 @@ def test_an_environment_that_does_not_close_is_killed() -> None:
     with_pool(use, HASTY)
 
 
-def test_room_is_given_in_order_and_not_waited_for_forever() -> None:
+def test_slots_are_given_in_order_and_not_waited_for_forever() -> None:
     async def use(pool: EnvPool) -> None:
         for name in "ab":
             await pool.reset(name, world())
@@ -595,14 +598,14 @@ def test_room_is_given_in_order_and_not_waited_for_forever() -> None:
         await pool.close_episode("a")
         results = await asyncio.gather(*players, return_exceptions=True)
         assert [str(result) for result in results if result] == [
-            "lost: episode 'late 5' was closed while it waited for room"
+            "lost: episode 'late 5' was closed while it waited for a slot"
         ]
         assert order == [0, 1, 2, 4, 6, 7, 8, 9, 10, 11]
 
         await pool.reset("a", world())
         pool._deadlines = Deadlines(admission_s=0.2)
         refused = await outcome(pool.reset("c", world()))
-        assert refused == ("lost", "there was no room for 0.2 s: all 2 places are taken")
+        assert refused == ("lost", "no slot became free within 0.2 s: all 2 slots are in use")
         assert await told(pool, "b", "tell") == ("ok", "0:1")
 
     with_pool(use, per_process=2)
@@ -611,13 +614,13 @@ def test_room_is_given_in_order_and_not_waited_for_forever() -> None:
 def test_episodes_are_spread_over_processes() -> None:
     async def use(pool: EnvPool) -> None:
         await asyncio.gather(*(pool.reset(str(number), world(number)) for number in range(12)))
-        assert sorted(len(inside) for inside in pool._rooms.values()) == [4, 4, 4]
+        assert sorted(len(inside) for inside in pool._slots.values()) == [4, 4, 4]
         gone = await process_of(pool, "0")
         os.kill(gone, signal.SIGKILL)
-        await until(lambda: len(pool._rooms) < 3)
+        await until(lambda: len(pool._slots) < 3)
         await settled(pool)
         await asyncio.gather(*(pool.reset(f"new {number}", world()) for number in range(4)))
-        assert sorted(len(inside) for inside in pool._rooms.values()) == [4, 4, 4]
+        assert sorted(len(inside) for inside in pool._slots.values()) == [4, 4, 4]
 
     with_pool(use, workers=3)
 
@@ -656,16 +659,16 @@ def test_a_call_that_hangs_after_it_was_cancelled_still_costs_its_process() -> N
     with_pool(use, HASTY, per_process=1)
 
 
-def test_a_call_cancelled_in_the_moment_room_comes_passes_it_on() -> None:
+def test_a_call_cancelled_at_the_moment_a_slot_frees_passes_it_on() -> None:
     async def use(pool: EnvPool) -> None:
         await pool.reset("a", world())
         first = asyncio.create_task(pool.reset("b", world()))
         second = asyncio.create_task(outcome(pool.reset("c", world(3))))
         await asyncio.sleep(0.05)
-        episode, (host,) = pool._episodes["a"], pool._rooms
+        episode, (host,) = pool._episodes["a"], pool._slots
         del pool._episodes["a"]
-        pool._free(episode, host)  # to b, which does not run before it is cancelled
-        assert pool._episodes["b"].host is host
+        pool._free_slot(episode, host)  # to b, which does not run before it is cancelled
+        assert pool._episodes["b"].slot_process is host
         first.cancel()
         assert await second == ("ok", "seed 3")
 
@@ -677,7 +680,10 @@ def test_one_call_at_a_time() -> None:
         await pool.reset("a", world())
         running = asyncio.create_task(told(pool, "a", "sleep", 0.2))
         await asyncio.sleep(0.05)
-        assert await told(pool, "a", "tell") == ("invalid", "episode 'a' has a call under way: one at a time")
+        assert await told(pool, "a", "tell") == (
+            "invalid",
+            "episode 'a' already has a call in flight: make one at a time",
+        )
         assert await running == ("ok", "slept")
         running = asyncio.create_task(told(pool, "a", "sleep", 0.2))
         await asyncio.sleep(0.05)
@@ -713,11 +719,11 @@ def test_deadlines_do_not_run_for_calls_that_wait_behind_many_others(monkeypatch
         await asyncio.gather(*(pool.reset(name, world()) for name in names))
         calls = [asyncio.create_task(told(pool, name, "sleep", 60)) for name in names]
         await asyncio.sleep(0.1)
-        os.kill(next(iter(pool._hosts)).pid, signal.SIGKILL)
+        os.kill(next(iter(pool._processes)).pid, signal.SIGKILL)
         kinds = [kind for kind, _ in await asyncio.gather(*calls)]
         assert kinds == ["crashed"] * 4 + ["lost"] * 8
 
-    monkeypatch.setattr("roll.env.env_process._AT_ONCE", 4)
+    monkeypatch.setattr("roll.env.env_process._MAX_IN_FLIGHT", 4)
     with_pool(use, Deadlines(step_s=0.8))
 
 
@@ -794,7 +800,7 @@ def test_a_module_is_imported_once_a_process_under_a_deadline_of_its_own(tmp_pat
     with_pool(use, Deadlines(reset_s=STEP_S))
 
 
-def served(*requests: ipc.Visit) -> list[ipc.Result]:
+def served(*requests: ipc.EnvCall) -> list[ipc.Result]:
     """What the inside of an environment process answers, here."""
     ours, theirs = socket.socketpair()
     with ours, theirs, ours.makefile("rb") as answers:
@@ -802,9 +808,9 @@ def served(*requests: ipc.Visit) -> list[ipc.Result]:
         server._factories["guess"] = Guess
         results = []
         for number, request in enumerate(requests):
-            server._pass_on(number, request)
-            answered = ipc.BY_ITSELF
-            while answered == ipc.BY_ITSELF:
+            server._dispatch(number, request)
+            answered = ipc.NO_REQUEST
+            while answered == ipc.NO_REQUEST:
                 answered, result, _ = pickle.loads(read_payload(answers) or b"")
             assert answered == number
             results.append(result)
@@ -819,7 +825,7 @@ def test_a_process_without_threads_left_says_so_and_goes_on(monkeypatch: pytest.
     reset, act, close = ipc.EnvReset(5, "guess", 0, pickle.dumps({"high": 1})), ipc.EnvAct(5, "1"), ipc.EnvClose(5)
     assert served(reset, act, close)[1:] == [Step("Right.", 1.0, terminated=True, info={"success": 1.0}), ipc.EnvReady()]
     monkeypatch.setattr("roll.env.env_server.ThreadRunner", full)
-    reason = "its process cannot host more environments: can't start new thread"
+    reason = "its process cannot run more environments: can't start new thread"
     assert served(reset, close) == [ipc.EnvFailed("lost", reason), ipc.EnvReady()]
 
 
@@ -914,7 +920,7 @@ def test_every_call_gets_its_own_outcome(episodes: list[list[str]], order: rando
             assert result is None or (isinstance(result, asyncio.CancelledError) and player in cancelled), result
         await settled(pool)
         assert pool.stats().open == 0
-        assert not any(pool._rooms.values())
+        assert not any(pool._slots.values())
         assert await outcome(pool.reset("after", world(1))) == ("ok", "seed 1")
 
     with_pool(use, HASTY, workers=2, per_process=10)
@@ -964,7 +970,7 @@ async def main():
     await pool.reset("a", EnvSpec({WORLDS!r} + ":World"))
     asyncio.create_task(pool.step("a", '["spin"]'))
     await asyncio.sleep(0.2)
-    print(*(host.pid for host in pool._hosts), flush=True)
+    print(*(host.pid for host in pool._processes), flush=True)
     await asyncio.sleep(60)
 
 asyncio.run(main())

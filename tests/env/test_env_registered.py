@@ -12,7 +12,7 @@ import pytest
 from roll.config import UserError, load_config
 from roll.data.task import EnvSpec
 from roll.env import register
-from roll.env.resolve import located
+from roll.env.resolve import portable_spec
 from roll.pipeline.prepare import check
 
 names = importlib.import_module("roll.env.resolve")
@@ -79,7 +79,7 @@ def test_code_that_is_in_no_file_travels_itself(start: list[str], tmp_path: Path
 
 def test_names_that_every_process_knows_stay_as_they_are() -> None:
     for spec in (EnvSpec("guess", 3), EnvSpec("worlds.py:World", 3), EnvSpec("nobody knows")):
-        assert located(spec) is spec
+        assert portable_spec(spec) is spec
 
 
 def test_what_cannot_travel_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_what_cannot_travel_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) 
             return ""
 
     with pytest.raises(UserError, match=r"'held' cannot be sent to a process \(.*generator.*`path/to/file.py:name`"):
-        located(EnvSpec("held"))
+        portable_spec(EnvSpec("held"))
 
 
 SOURCE = """

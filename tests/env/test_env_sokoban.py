@@ -6,7 +6,7 @@ from collections import deque
 
 import pytest
 
-from roll.env.base import opened, stepped
+from roll.env.base import parse_reset, parse_step
 from roll.env.grid import DIRECTIONS
 from roll.env.sokoban import Sokoban
 from roll.env.sokoban_levels import Cells, Level, make_level, solve
@@ -48,7 +48,7 @@ def plain_search(start: Level) -> int | None:
 
 
 @pytest.mark.parametrize(("height", "width", "boxes", "count"), SIZES)
-def test_every_room_can_be_solved_in_as_many_pushes_as_were_asked_for(
+def test_every_level_can_be_solved_in_as_many_pushes_as_were_requested(
     height: int, width: int, boxes: int, count: int
 ) -> None:
     for seed in range(count):
@@ -83,7 +83,7 @@ def test_the_solver_finds_the_shortest_way_or_that_there_is_none() -> None:
     assert lost > 5, "some of them were lost"
 
 
-def test_no_room_takes_more_pushes_than_asked_for() -> None:
+def test_no_level_takes_more_pushes_than_requested() -> None:
     def fewest_pushes(start: Level) -> int:
         best, queue = {(start.player, start.boxes): 0}, deque([(start, 0)])
         while queue:
@@ -105,7 +105,7 @@ def test_no_room_takes_more_pushes_than_asked_for() -> None:
     assert {fewest_pushes(make_level(seed, 6, 6, 1, 3, 3)) for seed in range(20)} == {3}
 
 
-def test_rooms_come_from_the_seed() -> None:
+def test_levels_come_from_the_seed() -> None:
     make_level.cache_clear()
     rooms = [make_level(seed) for seed in range(100)]
     make_level.cache_clear()
@@ -113,7 +113,7 @@ def test_rooms_come_from_the_seed() -> None:
     assert len({str(one) for one in rooms}) == 100
 
 
-def test_a_room_is_the_same_in_every_version() -> None:
+def test_a_level_is_the_same_in_every_version() -> None:
     assert Sokoban().reset(3)[0].rpartition("\n\n")[2] == KNOWN
 
 
@@ -171,15 +171,15 @@ def test_two_boxes_in_a_row_do_not_move() -> None:
 def test_the_expert_solves_it_and_finds_its_way_back(moves: int) -> None:
     for seed in range(60):
         game = Sokoban(moves=moves, turns=0)
-        opened(game.reset(seed))
+        parse_reset(game.reset(seed))
         before = len(solve(game.level) or ())
         free = [move for move in DIRECTIONS if (after := game.level.moved(move)) and after.boxes == game.level.boxes]
         if free:
             game.expert()
-            stepped(game.step(game.says(free[0])))
+            parse_step(game.step(game.format_action(free[0])))
         turns = 0
         while (action := game.expert()) is not None:
-            step = stepped(game.step(action))
+            step = parse_step(game.step(action))
             turns += 1
         assert step.terminated
         assert turns <= -(-(before + 1) // moves)
@@ -204,6 +204,6 @@ def test_turns_are_limited() -> None:
         {"min_pushes": 99},
     ],
 )
-def test_rooms_that_cannot_be_are_refused(options: dict[str, int]) -> None:
+def test_levels_that_cannot_be_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="write"):
         Sokoban(**options).reset(0)  # type: ignore[arg-type]

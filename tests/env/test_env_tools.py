@@ -12,7 +12,7 @@ from roll.config.schema import DataConfig
 from roll.data.chat_sources import load_chats
 from roll.data.task import EnvSpec, Message
 from roll.env import EnvFailure, ResetResult
-from roll.env.base import opened
+from roll.env.base import parse_reset
 from roll.env.pool import EnvPool
 from roll.model.chat import ChatRenderer
 from roll.model.tiny import character_tokenizer
@@ -50,7 +50,7 @@ def test_a_method_is_asked_once_the_episode_has_begun() -> None:
 @pytest.mark.parametrize("tools", ["move", 7, [1], [{"name": {1, 2}}]])
 def test_what_is_no_tool_is_refused_by_name(tools: Any) -> None:
     with pytest.raises(ValueError, match="the environment's tools are"):
-        opened("begin", tools)
+        parse_reset("begin", tools)
     with pytest.raises(EnvFailure, match="invalid: the environment's tools are"):
         begun(CALLER, tools=tools)
 

@@ -31,7 +31,7 @@ names = importlib.import_module("roll.env.resolve")
         ("frozen_lake", {"size": "4"}, 'size is "4", but takes a whole number'),
         ("frozen_lake", {"slippery": "no"}, 'slippery is "no", but takes `true` or `false`'),
         ("frozen_lake", {"turns": -1}, "turns is -1: write 0 for no limit"),
-        ("sokoban", {"boxes": 0}, "boxes=0 in a room of height=6, width=6, walls included: write 1 or more"),
+        ("sokoban", {"boxes": 0}, "boxes=0 in a level of height=6, width=6, walls included: write 1 or more"),
         ("sokoban", {"min_pushes": 5, "max_pushes": 3}, "min_pushes=5, max_pushes=3: write"),
         ("webshop", {"data": "/nope"}, "data is '/nope', which is no folder"),
         ("webshop", {"view": "ful"}, "view is .*did you mean `full`"),

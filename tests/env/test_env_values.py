@@ -11,7 +11,7 @@ import pytest
 
 from roll.data.task import EnvSpec, Message, Task
 from roll.env import EnvFailure, Environment, ResetResult, Step
-from roll.env.base import opened, stepped
+from roll.env.base import parse_reset, parse_step
 
 HI = Message(role="user", content="hi")
 RULES = Message(role="system", content="be brief")
@@ -29,7 +29,7 @@ RULES = Message(role="system", content="be brief")
     ],
 )
 def test_a_beginning_is_text_or_messages_with_or_without_info(returned: Any, messages: Any, info: Any) -> None:
-    assert opened(returned) == ResetResult(messages, info)
+    assert parse_reset(returned) == ResetResult(messages, info)
 
 
 @pytest.mark.parametrize(
@@ -51,20 +51,20 @@ def test_a_beginning_is_text_or_messages_with_or_without_info(returned: Any, mes
 )
 def test_a_beginning_that_is_none_is_refused(returned: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        opened(returned)
+        parse_reset(returned)
 
 
 def test_a_step_is_a_step_or_gymnasiums_tuple() -> None:
     whole = Step("hi", 0.5, True, False, {"x": 1.0, "y": "z"})
-    assert stepped(whole) == whole
-    assert stepped(("hi", 0.5, True, False, {"x": 1, "y": "z"})) == whole
-    assert stepped(Step("hi")) == Step("hi", 0.0, False, False, {})
-    assert stepped(([HI], 0, False, False, {})).observation == (HI,)
-    assert stepped(((), 1, True, False, {})).messages == ()
+    assert parse_step(whole) == whole
+    assert parse_step(("hi", 0.5, True, False, {"x": 1, "y": "z"})) == whole
+    assert parse_step(Step("hi")) == Step("hi", 0.0, False, False, {})
+    assert parse_step(([HI], 0, False, False, {})).observation == (HI,)
+    assert parse_step(((), 1, True, False, {})).messages == ()
 
 
 def test_numpys_numbers_flags_and_texts_become_pythons() -> None:
-    step = stepped((np.str_("hi"), np.float32(0.5), np.True_, np.bool_(False), {np.str_("n"): np.int64(3)}))
+    step = parse_step((np.str_("hi"), np.float32(0.5), np.True_, np.bool_(False), {np.str_("n"): np.int64(3)}))
     assert step == Step("hi", 0.5, True, False, {"n": 3.0})
     values = [step.observation, step.reward, step.terminated, step.truncated, *step.info, *step.info.values()]
     assert [type(value) for value in values] == [str, float, bool, bool, str, float]
@@ -88,21 +88,21 @@ def test_numpys_numbers_flags_and_texts_become_pythons() -> None:
         (("hi", 0.0, False, False, {"x": float("inf")}), r"info\['x'\], inf, not a finite"),
         (("hi", 0.0, False, False, None), "as info, None"),
         ((None, 0.0, False, False, {}), "as observation, None, not a text"),
-        (((), 0.0, False, False, {}), "no messages, but the episode goes on"),
+        (((), 0.0, False, False, {}), "no messages, but the episode continues"),
         (Step("hi", reward="high"), r"as reward, 'high' \(str\)"),  # type: ignore[arg-type]
     ],
 )
 def test_a_step_that_is_none_is_refused(returned: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        stepped(returned)
+        parse_step(returned)
 
 
 @pytest.mark.filterwarnings("error")
 def test_a_forgotten_await_is_named() -> None:
     with pytest.raises(ValueError, match=r"step returned a coroutine, not a Step: was an `await` forgotten\?"):
-        stepped(asyncio.sleep(0))
+        parse_step(asyncio.sleep(0))
     with pytest.raises(ValueError, match=r"as reward, a coroutine, not a number: was an `await` forgotten\?"):
-        stepped(("hi", asyncio.sleep(0), False, False, {}))
+        parse_step(("hi", asyncio.sleep(0), False, False, {}))
 
 
 def test_a_texts_message_is_the_users_and_done_is_either_end() -> None:

@@ -14,8 +14,8 @@ from roll.env.webshop.catalogue import Goal, Product
 from roll.env.webshop.catalogue_data import KINDS
 from roll.env.webshop.generate import generate
 from roll.env.webshop.oracle import plan_of
-from roll.env.webshop.reward import ALIKE, has_attribute, kind_reward, option_fits, score
-from roll.env.webshop.text import alike, nouns, words
+from roll.env.webshop.reward import SAME_SIMILARITY, has_attribute, kind_reward, option_fits, score
+from roll.env.webshop.text import nouns, similarity, words
 
 BLANKET = Product(
     id="P1",
@@ -82,7 +82,7 @@ def test_a_title_that_shares_few_nouns_is_half_the_kind_and_very_few_a_tenth() -
     assert kind_reward(long, other("apple house", query="fruit")) == 0.1
 
 
-def test_where_a_title_names_nothing_the_query_and_the_shelves_decide() -> None:
+def test_where_a_title_names_nothing_the_query_and_the_categories_decide() -> None:
     nameless = other("the red 12", "fruit", "Food › Fruit")
     assert nouns(nameless.title) == frozenset()
     assert kind_reward(nameless, BLANKET) == 0.5
@@ -112,14 +112,14 @@ def test_options(axis: str, value: str, wanted: str, fits: bool) -> None:
     [("long lasting", "lasting long", 1.0), ("washable", "machine washable", 1.0), ("", "red", 0.0), ("?", "?", 0.0)],
 )
 def test_likeness_by_hand(one: str, same: str, expected: float) -> None:
-    assert alike(one, same) == expected
+    assert similarity(one, same) == expected
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.text("ab -é", max_size=12), st.text("ab -é", max_size=12))
 def test_likeness_is_a_share(one: str, two: str) -> None:
-    assert 0 <= alike(one, two) <= 1
-    assert alike(one, one) == float(bool(words(one)))
+    assert 0 <= similarity(one, two) <= 1
+    assert similarity(one, one) == float(bool(words(one)))
 
 
 GOALS = st.sampled_from(CATALOGUE.goals)
@@ -154,7 +154,7 @@ def test_buying_what_the_goal_was_made_of_is_worth_1_and_a_worse_choice_less() -
 
 def test_within_a_kind_nothing_passes_for_another() -> None:
     for kind in KINDS:
-        assert not [pair for pair in combinations(kind.attributes, 2) if alike(*pair) > ALIKE]
+        assert not [pair for pair in combinations(kind.attributes, 2) if similarity(*pair) > SAME_SIMILARITY]
         options = [(axis, value) for axis, values in kind.options.items() for value in values]
         assert not [(one, two) for one, two in permutations(options, 2) if option_fits(*one, two[1])]
 
@@ -166,7 +166,7 @@ def test_a_generated_product_has_its_own_attributes_and_no_other_of_its_kind() -
         assert found == set(product.attributes)
 
 
-def test_what_is_of_another_kind_and_other_shelves_is_mostly_worth_nothing() -> None:
+def test_what_is_of_another_kind_and_other_categories_is_mostly_worth_nothing() -> None:
     pairs = [(one, two) for one in CATALOGUE.products[:60] for two in CATALOGUE.products[:60] if one.query != two.query]
     worth = [kind_reward(one, two) for one, two in pairs]
     assert sum(worth) / len(worth) < 0.25

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from roll.data.task import EnvSpec
-from roll.env.base import opened, stepped
+from roll.env.base import parse_reset, parse_step
 from roll.env.pool import EnvPool
 from roll.env.resolve import resolve
 from roll.env.tasks import environment_tasks
@@ -22,7 +22,7 @@ SMALL: dict[str, Any] = {"products": 400, "catalogue_seed": 1}
 
 def begun(seed: int = 0, **options: Any) -> WebShop:
     world = WebShop(**{**SMALL, **options})
-    opened(world.reset(seed))
+    parse_reset(world.reset(seed))
     return world
 
 
@@ -31,7 +31,7 @@ def says(world: WebShop, action: str) -> str:
 
 
 def store(page_size: int = 5) -> ShopPages:
-    return ShopPages(begun()._store.catalogue, page_size)
+    return ShopPages(begun()._shop.catalogue, page_size)
 
 
 def test_pages_lead_on_and_back() -> None:
@@ -41,10 +41,10 @@ def test_pages_lead_on_and_back() -> None:
     assert shop.buttons(first) == [NEXT, BACK]
     second = shop.click(first, "next >")
     assert second is not None
-    assert not {product.id for product in shop.shown(first)} & {product.id for product in shop.shown(second)}
+    assert not {product.id for product in shop.results_on(first)} & {product.id for product in shop.results_on(second)}
     assert shop.buttons(second) == [NEXT, PREV, BACK]
     assert shop.click(second, "< Prev") == first
-    item = shop.click(second, shop.shown(second)[2].id.lower())
+    item = shop.click(second, shop.results_on(second)[2].id.lower())
     assert item is not None
     tab = shop.click(item, "Features")
     assert tab is not None
@@ -59,18 +59,18 @@ def test_the_last_page_holds_the_rest_and_leads_no_further() -> None:
     shop, seen = store(page_size=7), []
     place = shop.search(Page(), "color black resistant free")
     while place is not None:
-        seen += [product.id for product in shop.shown(place)]
+        seen += [product.id for product in shop.results_on(place)]
         last, place = place, shop.click(place, NEXT)
     assert seen == [product.id for product in shop.results(last)]
     assert len(seen) == len(set(seen)) == 50
-    assert (last.page, len(shop.shown(last))) == (8, 1)
+    assert (last.number, len(shop.results_on(last))) == (8, 1)
 
 
 def test_options_replace_each_other_stay_on_tabs_and_are_gone_with_the_product() -> None:
     shop = store()
     place = shop.search(Page(), "hoodie")
     assert place is not None
-    item = shop.click(place, shop.shown(place)[0].id)
+    item = shop.click(place, shop.results_on(place)[0].id)
     assert item is not None
     (axis, (one, two, *_)), *_ = shop.product(item).options.items()
     chosen = shop.click(item, one.upper())
@@ -86,7 +86,7 @@ def test_options_replace_each_other_stay_on_tabs_and_are_gone_with_the_product()
     assert back == place
 
 
-def test_places_are_the_same_whatever_the_order_of_choices() -> None:
+def test_pages_are_the_same_whatever_the_order_of_choices() -> None:
     one = Page("x", 1, "P1", (("color", "red"), ("size", "large")))
     other = Page("x", 1, "P1", (("size", "large"), ("color", "red")))
     assert str(one) == str(other) != str(Page("x", 1, "P1", (("color", "red"),)))
@@ -198,7 +198,7 @@ def test_the_expert_goes_on_from_wherever_another_got_to() -> None:
 
 
 def random_action(world: WebShop, rng: random.Random, buys: bool = True) -> str:
-    elements = [element for element in world._store.elements(world._page) if buys or element != "Buy Now"]
+    elements = [element for element in world._shop.elements(world._page) if buys or element != "Buy Now"]
     if not elements:
         return f"search[{' '.join(rng.sample(world._goal.instruction.split(), 3))}]"
     return f"click[{rng.choice(elements)}]"
@@ -223,7 +223,7 @@ def test_random_episodes_end_without_error_and_with_a_reward_from_0_to_1(view: s
         world, rng = begun(seed, view=view, invalid_penalty=0.0), random.Random(seed)
         for _ in range(15):
             noise = rng.random() < 0.2
-            step = stepped(world.step(rng.choice(NOISE) if noise else random_action(world, rng)))
+            step = parse_step(world.step(rng.choice(NOISE) if noise else random_action(world, rng)))
             assert noise or not str(step.observation).startswith("Invalid")
             assert 0 <= step.reward <= 1
             if step.done:
@@ -235,17 +235,17 @@ def test_all_that_a_page_offers_can_be_clicked_and_is_shown() -> None:
     for view in ("compact", "full"):
         world = begun(4, view=view)
         for _ in range(3):
-            elements = world._store.elements(world._page)
+            elements = world._shop.elements(world._page)
             for element in elements:
                 assert element in world.view()
-                assert element == "Buy Now" or world._store.click(world._page, element) is not None
+                assert element == "Buy Now" or world._shop.click(world._page, element) is not None
             world.step(world.expert() or "")
 
 
 def test_the_compact_view_is_short_and_the_full_one_repeats_the_instruction() -> None:
     for seed in range(20):
         world, full = begun(seed), begun(seed, view="full")
-        begins, _ = opened(world.reset(seed)), full.reset(seed)
+        begins, _ = parse_reset(world.reset(seed)), full.reset(seed)
         instruction = world._goal.instruction
         assert instruction in begins.messages[0]["content"]
         while (action := world.expert()) is not None:
@@ -259,7 +259,7 @@ def test_the_compact_view_is_short_and_the_full_one_repeats_the_instruction() ->
 def test_seeds_are_goals_and_there_are_no_others() -> None:
     world = WebShop(**SMALL)
     world.reset(0)
-    count = len(world._store.catalogue.goals)
+    count = len(world._shop.catalogue.goals)
     assert world.episodes == count
     instructions = {begun(seed)._goal.instruction for seed in range(count)}
     assert len(instructions) == count
@@ -294,7 +294,7 @@ def test_options_that_make_no_sense(options: dict[str, Any], says: str) -> None:
 
 def test_the_episode_in_the_docs_is_the_one_that_is_played() -> None:
     world = WebShop()
-    said = [opened(world.reset(3)).messages[0]["content"]]
+    said = [parse_reset(world.reset(3)).messages[0]["content"]]
     while (action := world.expert()) is not None:
         said += [f"> {action}", str(world.step(action).observation)]
     page = Path(__file__).parents[2] / "docs" / "webshop.md"
@@ -304,9 +304,9 @@ def test_the_episode_in_the_docs_is_the_one_that_is_played() -> None:
 def test_in_processes_of_its_own_the_same_seed_is_the_same_episode() -> None:
     async def play(pool: EnvPool, episode: str, seed: int) -> None:
         world = begun(seed)
-        assert await pool.reset(episode, EnvSpec("webshop", seed, SMALL)) == opened(world.reset(seed))
+        assert await pool.reset(episode, EnvSpec("webshop", seed, SMALL)) == parse_reset(world.reset(seed))
         while (action := world.expert()) is not None:
-            assert await pool.step(episode, action) == stepped(world.step(action))
+            assert await pool.step(episode, action) == parse_step(world.step(action))
 
     async def main() -> None:
         async with EnvPool(workers=2) as pool:

@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 
 from roll.data.task import Message
 from roll.data.tokenlog import TokenLog
-from roll.env.base import ResetResult, Step, opened, stepped
+from roll.env.base import ResetResult, Step, parse_reset, parse_step
 from roll.model.chat import ChatRenderer, Conversation
 from roll.model.tiny import character_tokenizer
 
@@ -55,7 +55,7 @@ def messages_of(said: ResetResult | Step) -> list[Message]:
 @given(ANYTHING | MESSAGES | st.tuples(MESSAGES, ANYTHING))
 def test_what_reset_returns_is_refused_or_can_be_shown(returned: Any) -> None:
     try:
-        said = opened(returned)
+        said = parse_reset(returned)
     except ValueError:
         return
     assert Conversation(RENDERER, messages_of(said), TokenLog()).messages
@@ -65,7 +65,7 @@ def test_what_reset_returns_is_refused_or_can_be_shown(returned: Any) -> None:
 @given(st.tuples(TEXTS | MESSAGES | ANYTHING, ANYTHING, ANYTHING, ANYTHING, ANYTHING) | ANYTHING)
 def test_what_step_returns_is_refused_or_can_be_shown(returned: Any) -> None:
     try:
-        said = stepped(returned)
+        said = parse_step(returned)
     except ValueError:
         return
     assert abs(said.reward) <= 1e6

@@ -22,7 +22,7 @@ from roll.config.algorithm import RECIPES
 from roll.data.batch import Batch
 from roll.data.sample import Sample
 from roll.data.task import EnvSpec, Task
-from roll.env.base import opened, stepped
+from roll.env.base import parse_reset, parse_step
 from roll.env.state_key import state_of
 from roll.model.tiny import character_tokenizer, tiny_config, tiny_model
 from roll.pipeline.report import SilentReporter
@@ -119,10 +119,10 @@ def test_it_does_not_learn_from_shuffled_rewards(
 def episode(number: int, words: str) -> Sample:
     """What became of saying these words, a letter a turn."""
     world = Doors()
-    seen, rewards, states = opened(world.reset(0)), [], []
+    seen, rewards, states = parse_reset(world.reset(0)), [], []
     for word in words:
         states.append(state_of(seen))
-        seen = stepped(world.step(word))
+        seen = parse_step(world.step(word))
         rewards.append(seen.reward)
     assert seen.terminated
     task = Task("doors#0", (), environment=EnvSpec("doors", 0))

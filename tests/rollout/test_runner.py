@@ -904,7 +904,7 @@ def test_an_episode_fails_when_its_tries_are_used_up_or_it_was_the_environments_
 
 def test_a_crash_that_others_may_have_caused_is_blamed_on_all_of_them_in_parts() -> None:
     def trouble(method: str, episode: str) -> None:
-        raise EnvFailure("crashed", "boom", suspects=4)
+        raise EnvFailure("crashed", "boom", candidates=4)
 
     async def main() -> None:
         run = await setting(max_attempts=3)

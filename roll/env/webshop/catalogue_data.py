@@ -16,7 +16,7 @@ class Kind:
     prices in dollars, and its uses."""
 
     name: str
-    shelves: str
+    category: str
     attributes: tuple[str, ...]
     options: Mapping[str, tuple[str, ...]]
     prices: tuple[int, int]

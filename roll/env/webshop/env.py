@@ -68,17 +68,17 @@ class WebShop(ActingEnvironment):
         return len(open_catalogue(*self._catalogue).goals) if is_small(Path(data), products) else None
 
     def begin(self, seed: int) -> str:
-        self._store = ShopPages(open_catalogue(*self._catalogue), self._page_size)
-        goals = self._store.catalogue.goals
+        self._shop = ShopPages(open_catalogue(*self._catalogue), self._page_size)
+        goals = self._shop.catalogue.goals
         if not 0 <= seed < len(goals):
             raise ValueError(f"webshop: the seed is {seed}, but the goals of this catalogue are 0 to {len(goals) - 1}")
         self._goal = goals[seed]
-        self._expert = ShopOracle(self._store, self._goal)
+        self._expert = ShopOracle(self._shop, self._goal)
         self._page, self._bought, self._score = Page(), False, 0.0
         return (
             "You are shopping in a web store. Find what is asked for, choose its options, then buy it.\n"
-            f"Each turn, write only one action: {self.says('search[keywords]')} on the search page, or "
-            f"{self.says('click[element]')} for something on the page, such as click[Buy Now].\n"
+            f"Each turn, write only one action: {self.format_action('search[keywords]')} on the search page, or "
+            f"{self.format_action('click[element]')} for something on the page, such as click[Buy Now].\n"
             f"Instruction: {self._goal.instruction}\n\n{self.view()}"
         )
 
@@ -88,46 +88,48 @@ class WebShop(ActingEnvironment):
         return found[-1] if found else Invalid("there is no search[keywords] or click[element] in what you said.")
 
     def act(self, action: Action) -> Step | Invalid:
-        said = _ACTION.search(action.text)
-        if said is None:
+        match = _ACTION.search(action.text)
+        if match is None:
             return Invalid("an action is search[keywords] or click[element].")
-        verb, argument = said[1].lower(), said[2].strip()
+        verb, argument = match[1].lower(), match[2].strip()
         if verb == "click" and is_buy(argument) and self._page.product and not self._page.tab:
             return self._buy()
-        place = (self._store.search if verb == "search" else self._store.click)(self._page, argument)
-        if place is None:
+        page = (self._shop.search if verb == "search" else self._shop.click)(self._page, argument)
+        if page is None:
             return self._refused(verb, argument)
-        self._page = place
+        self._page = page
         return Step(self.view())
 
     def view(self) -> str:
-        return self._view(self._store, self._page, self._goal.instruction)
+        return self._view(self._shop, self._page, self._goal.instruction)
 
     def state(self) -> str:
         return str(self._page)
 
-    def facts(self) -> dict[str, float | str]:
+    def extra_info(self) -> dict[str, float | str]:
         return {"score": self._score, "success": float(self._score == 1.0), "bought": float(self._bought)}
 
     def expert(self) -> str | None:
         """The oracle's next action; None once something is bought or no turn is left."""
         over = self._bought or 0 < self._turns <= self._turn
-        return None if over else self.says(self._expert.action(self._page))
+        return None if over else self.format_action(self._expert.action(self._page))
 
     def _buy(self) -> Step:
         self._bought = True
-        product, options = self._store.product(self._page), self._page.options
-        judged = score(self._goal, product, options)
+        product, options = self._shop.product(self._page), self._page.options
+        purchase = score(self._goal, product, options)
         parts: dict[str, float | str] = {
-            "type": judged.kind,
-            "attributes": judged.attributes / (judged.asked_attributes or 1),
-            "options": judged.options / judged.asked_options if judged.asked_options else 1.0,
-            "price": float(judged.price),
+            "type": purchase.kind,
+            "attributes": purchase.attributes / (purchase.goal_attributes or 1),
+            "options": purchase.options / purchase.goal_options if purchase.goal_options else 1.0,
+            "price": float(purchase.price),
         }
-        self._score = judged.reward
+        self._score = purchase.reward
         chosen = f" ({', '.join(options.values())})" if options else ""
-        said = f"You bought {product.title}{chosen} for ${product.price_with(options):.2f}. Score: {judged.reward:.2f}"
-        return Step(said, judged.reward, terminated=True, info=parts)
+        message = (
+            f"You bought {product.title}{chosen} for ${product.price_with(options):.2f}. Score: {purchase.reward:.2f}"
+        )
+        return Step(message, purchase.reward, terminated=True, info=parts)
 
     def _refused(self, verb: str, argument: str) -> Invalid:
         if verb == "click":

@@ -12,7 +12,7 @@ from roll.env.webshop.text import words
 
 ROUNDS = 4
 """Maximum number of goals per product."""
-_DRAWS = 20
+_MAX_ATTEMPTS = 20
 """Maximum number of attempts to draw a goal that no other customer has."""
 
 _SYLLABLES = words(
@@ -87,19 +87,19 @@ def _product(id: str, kind: Kind, brand: str, rng: random.Random) -> Product:
     if "size" in options and rng.random() < 0.5:
         step = rng.choice((1.0, 1.5, 2.0, 3.0, 5.0))
         extra = {("size", value): number * step for number, value in enumerate(options["size"]) if number}
-    said = {"brand": brand, "line": line, "use": use, "other": other, "year": year}
+    values = {"brand": brand, "line": line, "use": use, "other": other, "year": year}
     features = (rng.choice(_FEATURES).format(attribute=attribute, line=line) for attribute in attributes)
     return Product(
         id=id,
         title=", ".join((f"{brand} {kind.name.title()}", *(attribute.title() for attribute in attributes[:3]))),
         price=rng.randint(*kind.prices) + rng.choice((0.49, 0.79, 0.95, 0.99)),
         query=kind.name,
-        category=kind.shelves,
+        category=kind.category,
         attributes=attributes,
         options=options,
         extra=extra,
         features=tuple(feature[0].upper() + feature[1:] for feature in features),
-        description=" ".join((rng.choice(_OPENERS).format(**said), rng.choice(_CLOSERS).format(**said))),
+        description=" ".join((rng.choice(_OPENERS).format(**values), rng.choice(_CLOSERS).format(**values))),
     )
 
 
@@ -113,11 +113,11 @@ def _goals(products: tuple[Product, ...], kinds: dict[str, Kind], rng: random.Ra
     taken = set()
     for _ in range(ROUNDS):
         for product in rng.sample(products, len(products)):
-            for _ in range(_DRAWS):
+            for _ in range(_MAX_ATTEMPTS):
                 goal = _goal(product, kinds[product.query], rng)
-                asked = (product.query, frozenset(goal.attributes), frozenset(goal.options), goal.limit)
-                if asked not in taken:
-                    taken.add(asked)
+                key = (product.query, frozenset(goal.attributes), frozenset(goal.options), goal.limit)
+                if key not in taken:
+                    taken.add(key)
                     yield goal
                     break
 

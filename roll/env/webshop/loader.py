@@ -25,7 +25,7 @@ _SMALL_BYTES = 32 << 20
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 _NO_PRICE = 100.0
 """The price of a product without one, as in the original."""
-_COMBINATIONS = 64
+_MAX_COMBINATIONS = 64
 """Maximum number of option combinations of a product that become synthetic goals."""
 
 
@@ -43,7 +43,7 @@ def read(folder: Path, products: int, seed: int) -> Catalogue:
             break
     rng = random.Random(f"webshop/files/{seed}")
     human = _file(folder, "items_human_ins", products)
-    every = list(_human_goals(found, _by_id(human), rng) if human else _made_goals(found, attributes, rng))
+    every = list(_human_goals(found, _by_id(human), rng) if human else _synthetic_goals(found, attributes, rng))
     goals = list({goal.instruction: goal for goal in every}.values())
     if not goals:
         raise UserError(f"webshop: the files in {str(folder)!r} hold {len(found)} products, but no instruction for any")
@@ -67,12 +67,12 @@ def is_small(folder: Path, products: int) -> bool:
 def _file(folder: Path, stem: str, products: int) -> Path | None:
     """The folder's file with that stem. If there are several, such as the original's excerpt of 1000 products next to all
     of them, the smallest that has enough according to the number in its name."""
-    files = sorted(folder.glob(f"{stem}*.json"), key=lambda path: (_promised(path), path.name))
-    enough = [path for path in files if products and _promised(path) >= products]
+    files = sorted(folder.glob(f"{stem}*.json"), key=lambda path: (_count_in_name(path), path.name))
+    enough = [path for path in files if products and _count_in_name(path) >= products]
     return enough[0] if enough else files[-1] if files else None
 
 
-def _promised(path: Path) -> float:
+def _count_in_name(path: Path) -> float:
     number = re.search(r"_(\d+)$", path.stem)
     return float(number[1]) if number else math.inf
 
@@ -149,25 +149,33 @@ def _options(value: Any) -> dict[str, tuple[str, ...]]:
     return options
 
 
-def _human_goals(products: Mapping[str, Product], said: Mapping[str, Any], rng: random.Random) -> Iterator[Goal]:
+def _human_goals(products: Mapping[str, Product], instructions: Mapping[str, Any], rng: random.Random) -> Iterator[Goal]:
     for id, product in products.items():
-        for one in _sequence(said.get(id)):
-            if isinstance(one, dict):
-                yield from _goal(product, one.get("instruction"), one.get("instruction_attributes"), _chosen(one), rng)
+        for instruction in _sequence(instructions.get(id)):
+            if isinstance(instruction, dict):
+                yield from _goal(
+                    product,
+                    instruction.get("instruction"),
+                    instruction.get("instruction_attributes"),
+                    _chosen(instruction),
+                    rng,
+                )
 
 
-def _made_goals(products: Mapping[str, Product], said: Mapping[str, Any], rng: random.Random) -> Iterator[Goal]:
+def _synthetic_goals(
+    products: Mapping[str, Product], instructions: Mapping[str, Any], rng: random.Random
+) -> Iterator[Goal]:
     """One goal per combination of a product's options."""
     for id, product in products.items():
-        one = said.get(id)
-        if not isinstance(one, dict):
+        instruction = instructions.get(id)
+        if not isinstance(instruction, dict):
             continue
         axes = sorted(product.options)
-        for values in islice(combinations(*(product.options[axis] for axis in axes)), _COMBINATIONS):
+        for values in islice(combinations(*(product.options[axis] for axis in axes)), _MAX_COMBINATIONS):
             wishes = ", and ".join(f"{axis}: {value}" for axis, value in zip(axes, values, strict=True))
-            text = _text(one.get("instruction"))
+            text = _text(instruction.get("instruction"))
             text = f"{text.rstrip('.')} with {wishes}" if text and wishes else text
-            yield from _goal(product, text, one.get("instruction_attributes"), values, rng)
+            yield from _goal(product, text, instruction.get("instruction_attributes"), values, rng)
 
 
 def _goal(product: Product, text: Any, attributes: Any, options: Sequence[str], rng: random.Random) -> Iterator[Goal]:
@@ -179,8 +187,8 @@ def _goal(product: Product, text: Any, attributes: Any, options: Sequence[str], 
         yield Goal(f"{text}, and price lower than {limit:.2f} dollars", product, wanted, tuple(options), limit)
 
 
-def _chosen(one: Mapping[str, Any]) -> tuple[str, ...]:
-    options = one.get("instruction_options")
+def _chosen(instruction: Mapping[str, Any]) -> tuple[str, ...]:
+    options = instruction.get("instruction_options")
     return _texts(list(options.values()) if isinstance(options, dict) else options)
 
 

@@ -24,7 +24,7 @@ class Page:
     product with the options chosen so far; or one of its tabs."""
 
     keywords: str = ""
-    page: int = 1
+    number: int = 1
     product: str = ""
     chosen: tuple[tuple[str, str], ...] = ()
     tab: str = ""
@@ -37,7 +37,7 @@ class Page:
     def __str__(self) -> str:
         """A key that does not depend on the order in which the options were chosen."""
         options = ", ".join(f"{axis}={value}" for axis, value in sorted(self.chosen))
-        return " / ".join((self.keywords, str(self.page), self.product, options, self.tab))
+        return " / ".join((self.keywords, str(self.number), self.product, options, self.tab))
 
 
 class ShopPages:
@@ -47,73 +47,73 @@ class ShopPages:
         self.catalogue = catalogue
         self.page_size = page_size
 
-    def results(self, place: Page) -> tuple[Product, ...]:
+    def results(self, page: Page) -> tuple[Product, ...]:
         """All search results, best first."""
-        return self.catalogue.search(place.keywords)
+        return self.catalogue.search(page.keywords)
 
-    def shown(self, place: Page) -> tuple[Product, ...]:
+    def results_on(self, page: Page) -> tuple[Product, ...]:
         """The results on the current page."""
-        return self.results(place)[(place.page - 1) * self.page_size : place.page * self.page_size]
+        return self.results(page)[(page.number - 1) * self.page_size : page.number * self.page_size]
 
-    def product(self, place: Page) -> Product:
-        return self.catalogue[place.product]
+    def product(self, page: Page) -> Product:
+        return self.catalogue[page.product]
 
-    def buttons(self, place: Page) -> list[str]:
+    def buttons(self, page: Page) -> list[str]:
         """The clickable elements besides results and options."""
-        if not place.keywords:
+        if not page.keywords:
             return []
-        if place.tab:
+        if page.tab:
             return [PREV, BACK]
-        if place.product:
+        if page.product:
             return [BUY, *TABS, PREV, BACK]
-        more = place.page * self.page_size < len(self.results(place))
-        return [NEXT] * more + [PREV] * (place.page > 1) + [BACK]
+        more = page.number * self.page_size < len(self.results(page))
+        return [NEXT] * more + [PREV] * (page.number > 1) + [BACK]
 
-    def elements(self, place: Page) -> list[str]:
+    def elements(self, page: Page) -> list[str]:
         """All clickable elements, as they are written."""
         elements: list[str] = []
-        if place.product and not place.tab:
-            elements = [value for values in self.product(place).options.values() for value in values]
-        elif place.keywords and not place.product:
-            elements = [product.id for product in self.shown(place)]
-        return elements + self.buttons(place)
+        if page.product and not page.tab:
+            elements = [value for values in self.product(page).options.values() for value in values]
+        elif page.keywords and not page.product:
+            elements = [product.id for product in self.results_on(page)]
+        return elements + self.buttons(page)
 
-    def search(self, place: Page, keywords: str) -> Page | None:
+    def search(self, page: Page, keywords: str) -> Page | None:
         """The first page of results; None if there is no search bar, or no keywords."""
         keywords = " ".join(keywords.split())
-        return None if place.keywords or not keywords else Page(keywords)
+        return None if page.keywords or not keywords else Page(keywords)
 
-    def click(self, place: Page, element: str) -> Page | None:
+    def click(self, page: Page, element: str) -> Page | None:
         """The page that a click leads to, for elements other than `BUY`; None if there is no such element. Case and
         spaces do not matter, and an option may be named with its axis too: `color: red`."""
-        named = {_key(button): button for button in self.buttons(place)}
+        named = {_key(button): button for button in self.buttons(page)}
         key = _key(element)
         if key in named:
-            return self._press(place, named[key])
-        if place.tab or not place.keywords:
+            return self._press(page, named[key])
+        if page.tab or not page.keywords:
             return None
-        if place.product:
-            return self._choose(place, key)
-        return next((replace(place, product=found.id) for found in self.shown(place) if _key(found.id) == key), None)
+        if page.product:
+            return self._choose(page, key)
+        return next((replace(page, product=found.id) for found in self.results_on(page) if _key(found.id) == key), None)
 
-    def _press(self, place: Page, button: str) -> Page | None:
+    def _press(self, page: Page, button: str) -> Page | None:
         if button == BACK:
             return Page()
         if button in TABS:
-            return replace(place, tab=button)
+            return replace(page, tab=button)
         if button == NEXT:
-            return replace(place, page=place.page + 1)
+            return replace(page, number=page.number + 1)
         if button != PREV:
             return None
-        if place.tab:
-            return replace(place, tab="")
-        return replace(place, product="", chosen=()) if place.product else replace(place, page=place.page - 1)
+        if page.tab:
+            return replace(page, tab="")
+        return replace(page, product="", chosen=()) if page.product else replace(page, number=page.number - 1)
 
-    def _choose(self, place: Page, key: str) -> Page | None:
-        for axis, values in self.product(place).options.items():
+    def _choose(self, page: Page, key: str) -> Page | None:
+        for axis, values in self.product(page).options.items():
             for value in values:
                 if key in (_key(value), _key(f"{axis}: {value}")):
-                    return replace(place, chosen=tuple({**place.options, axis: value}.items()))
+                    return replace(page, chosen=tuple({**page.options, axis: value}.items()))
         return None
 
 

@@ -17,48 +17,48 @@ from roll.env.webshop.text import words
 class ShopOracle:
     """The oracle for one goal in one shop."""
 
-    def __init__(self, store: ShopPages, goal: Goal) -> None:
-        self._store = store
+    def __init__(self, shop: ShopPages, goal: Goal) -> None:
+        self._shop = shop
         self._goal = goal
         self._fitting: dict[str, bool] = {}
 
-    def action(self, place: Page) -> str:
+    def action(self, page: Page) -> str:
         """The next action on a page."""
-        return f"click[{self._click(place)}]" if place.keywords else f"search[{self._keywords()}]"
+        return f"click[{self._click(page)}]" if page.keywords else f"search[{self._keywords()}]"
 
     def _keywords(self) -> str:
         """The first of some queries that finds a fitting product; if none does, the title of the goal's product."""
         goal = self._goal
         plain = " ".join((*goal.attributes, goal.product.query))
         for query in (plain, " ".join((plain, *goal.options)), goal.product.query, goal.instruction):
-            if any(self._fits(product) for product in self._store.catalogue.search(query)):
+            if any(self._fits(product) for product in self._shop.catalogue.search(query)):
                 return query
         return goal.product.title
 
-    def _click(self, place: Page) -> str:
-        if place.tab:
+    def _click(self, page: Page) -> str:
+        if page.tab:
             return PREV
-        if not place.product:
-            return self._among_results(place)
-        product = self._store.product(place)
+        if not page.product:
+            return self._among_results(page)
+        product = self._shop.product(page)
         if not self._fits(product):
             return PREV
         plan = plan_of(self._goal, product)
-        missing = next((value for axis, value in plan.items() if place.options.get(axis) != value), None)
+        missing = next((value for axis, value in plan.items() if page.options.get(axis) != value), None)
         if missing is not None:
             return missing
-        harm = score(self._goal, product, place.options).reward < score(self._goal, product, plan).reward
+        harm = score(self._goal, product, page.options).reward < score(self._goal, product, plan).reward
         return PREV if harm else BUY  # going back undoes a choice that the goal does not ask for and that costs too much
 
-    def _among_results(self, place: Page) -> str:
-        results = self._store.results(place)
+    def _among_results(self, page: Page) -> str:
+        results = self._shop.results(page)
         number = next((number for number, product in enumerate(results) if self._fits(product)), None)
         if number is None:
             return BACK
-        page = number // self._store.page_size + 1
-        if page == place.page:
+        page_number = number // self._shop.page_size + 1
+        if page_number == page.number:
             return results[number].id
-        return NEXT if page > place.page else PREV
+        return NEXT if page_number > page.number else PREV
 
     def _fits(self, product: Product) -> bool:
         """Whether it can be bought as wanted, or is the product that the goal was made from."""

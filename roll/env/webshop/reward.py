@@ -9,7 +9,7 @@ that are in the bought one's title.
 | --- | --- |
 | 0 | 0 |
 | below 0.1 | 0.1 |
-| up to 0.2, searched by other words, and not two shelves in common | 0.5 |
+| up to 0.2, searched by other words, and not two categories in common | 0.5 |
 | otherwise | 1 |
 
 A wanted attribute is matched by a similar one of the product, or by its own text in the title, features or description; a
@@ -23,9 +23,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from roll.env.webshop.catalogue import Goal, Product
-from roll.env.webshop.text import alike, nouns, words
+from roll.env.webshop.text import nouns, similarity, words
 
-ALIKE = 0.85
+SAME_SIMILARITY = 0.85
 """Texts with a higher similarity mean the same."""
 
 _COLORS = frozenset(words("black white red blue green yellow purple pink brown grey orange beige gold silver"))
@@ -40,14 +40,14 @@ class PurchaseScore:
     attributes: int
     options: int
     price: bool
-    asked_attributes: int
-    asked_options: int
+    goal_attributes: int
+    goal_options: int
 
     @property
     def reward(self) -> float:
         """From 0 to 1."""
         matched = self.attributes + self.options + self.price
-        return self.kind * matched / (self.asked_attributes + self.asked_options + 1)
+        return self.kind * matched / (self.goal_attributes + self.goal_options + 1)
 
 
 def score(goal: Goal, product: Product, chosen: Mapping[str, str]) -> PurchaseScore:
@@ -57,8 +57,8 @@ def score(goal: Goal, product: Product, chosen: Mapping[str, str]) -> PurchaseSc
         attributes=sum(has_attribute(product, attribute) for attribute in goal.attributes),
         options=sum(any(option_fits(*option, wanted) for option in chosen.items()) for wanted in goal.options),
         price=product.price_with(chosen) <= goal.limit,
-        asked_attributes=len(goal.attributes),
-        asked_options=len(goal.options),
+        goal_attributes=len(goal.attributes),
+        goal_options=len(goal.options),
     )
 
 
@@ -68,14 +68,14 @@ def kind_reward(wanted: Product, bought: Product) -> float:
     share = len(named & nouns(bought.title)) / len(named) if named else 0.2
     if share < 0.1:
         return 0.1 if share else 0.0
-    if share > 0.2 or wanted.query == bought.query or len(_shelves(wanted) & _shelves(bought)) >= 2:
+    if share > 0.2 or wanted.query == bought.query or len(_categories(wanted) & _categories(bought)) >= 2:
         return 1.0
     return 0.5
 
 
 def has_attribute(product: Product, attribute: str) -> bool:
     """Whether a product has an attribute."""
-    listed = any(alike(attribute, own) > ALIKE for own in product.attributes)
+    listed = any(similarity(attribute, listed_attribute) > SAME_SIMILARITY for listed_attribute in product.attributes)
     return listed or attribute.lower() in product.text
 
 
@@ -85,11 +85,11 @@ def option_fits(axis: str, value: str, wanted: str) -> bool:
         return words(value) == words(wanted)
     if "color" in axis.lower():
         value, wanted = _plain_color(value), _plain_color(wanted)
-    return alike(value, wanted) > ALIKE
+    return similarity(value, wanted) > SAME_SIMILARITY
 
 
-def _shelves(product: Product) -> set[str]:
-    return {shelf.strip() for shelf in product.category.split("›")} - {""}
+def _categories(product: Product) -> set[str]:
+    return {category.strip() for category in product.category.split("›")} - {""}
 
 
 def _plain_color(value: str) -> str:

@@ -50,7 +50,7 @@ def nouns(title: str) -> frozenset[str]:
 
 
 @lru_cache(maxsize=1 << 16)
-def alike(one: str, other: str) -> float:
+def similarity(one: str, other: str) -> float:
     """Similarity of two short texts as sets of words, from 0 to 1: 1 if all words of one are in the other, otherwise the
     best character match among the shared words and the shared words with either text's other words."""
     left, right = set(words(one)), set(words(other))
