@@ -294,9 +294,9 @@ def _sort_reward_settings(found: _Sorted, written: dict[str, Any]) -> None:
     if not functions:
         found.settings["reward"] = {**written, "parts": named}
         return
-    from roll.reward.in_memory import compose_given, refuse_roles
+    from roll.reward.in_memory import check_no_roles, compose_given
 
-    refuse_roles(named)
+    check_no_roles(named)
     load_config({"reward": {"parts": named}})  # refuses wrong weights and gates
     rest = {key: value for key, value in written.items() if key not in ("name", "options", "parts")}
     found.settings["reward"] = {"name": RewardConfig().name, "options": {}, "parts": {}, **rest}

@@ -27,7 +27,7 @@ from roll.env.resolve import portable_spec as find_code
 from roll.model.find import check_template, find_model
 from roll.pipeline.policies import check_policies
 from roll.reward import RewardFn, RewardSpec
-from roll.reward.builtin import ASKS_OTHERS, BUILTINS, OF_SHAPE
+from roll.reward.builtin import BUILTINS, EXTERNAL_REWARDS, SHAPE_REWARDS
 from roll.run.code import load_object
 from roll.run.folder import RunFolder
 
@@ -186,8 +186,8 @@ def _check_formats(config: Config) -> None:
         name = str(source.options.get("format"))
         format = FORMATS.get(name)
         names = {part.name for part in rule.parts.values() if part.weight or part.gate} or {rule.name}
-        judging = names - OF_SHAPE
-        if format is not None and judging and judging <= BUILTINS.keys() - {*format.rewards, *ASKS_OTHERS}:
+        judging = names - SHAPE_REWARDS
+        if format is not None and judging and judging <= BUILTINS.keys() - {*format.rewards, *EXTERNAL_REWARDS}:
             raise UserError(
                 f"{within}.options.format is {name!r}, but {setting} is {rule.label!r}, which cannot judge its "
                 f"tasks: write {setting}: {format.rewards[0]} (docs/tasks.md)"

@@ -8,7 +8,7 @@ from roll.config.reward import RewardRule
 from roll.config.schema import Config
 from roll.data.sources import TaskSet
 from roll.data.task import Task
-from roll.reward.builtin import OF_SHAPE
+from roll.reward.builtin import SHAPE_REWARDS
 
 
 def remarks(config: Config, tasks: TaskSet, rules: Mapping[str, RewardRule]) -> list[str]:
@@ -42,7 +42,7 @@ def _answers_unread(config: Config, tasks: TaskSet, rules: Mapping[str, RewardRu
     for setting, rule in rules.items():
         judging = {part.name for part in rule.parts.values() if part.weight or part.gate} or {rule.name}
         judged = (task for task in tasks.train if _setting(task, config) == setting)
-        if judging <= OF_SHAPE and any(task.answer is not None and task.environment is None for task in judged):
+        if judging <= SHAPE_REWARDS and any(task.answer is not None and task.environment is None for task in judged):
             yield (
                 f"{setting}: nothing in it looks at the answers of the tasks, only at the shape of a text "
                 f"({', '.join(sorted(judging))}): give a part such as number, math or exact a weight (docs/rewards.md)"

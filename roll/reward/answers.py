@@ -23,9 +23,9 @@ from roll.reward.base import RewardFn, ScoreFailure, check_answer
 from roll.reward.pool import GraderPool
 from roll.reward.reward_spec import RewardSpec
 
-MOST = 256
+MAX_JUDGED = 256
 """Maximum number of tasks per reward whose answers are judged."""
-_NAMED = 3
+_MAX_NAMED = 3
 _RAISED = re.compile(r"^ValueError: | \([\w.]+:\d+\)$")
 """What a grader adds around an exception's message."""
 
@@ -49,43 +49,49 @@ def check_answers(source: RewardSpec, tasks: Sequence[Task], deadline_s: float =
     whose answer no response satisfies, and says what to write instead."""
     parts = source.parts()
     judged = [task for task in tasks if task.environment is None]
-    slow: dict[int, list[Task]] = {}
+    unresolved: dict[int, list[Task]] = {}
     faults: dict[str, str] = {}
     unchecked: set[int] = set()
-    looks = False
+    uses_answers = False
     for number, task in enumerate(judged):
-        for at, part in enumerate(parts):
+        for part_index, part in enumerate(parts):
             if part.domain != source.key_of(task.domain) or not hasattr(part.reward, "check_answer"):
                 continue
-            looks = True
+            uses_answers = True
             try:
-                good = check_answer(part.reward, task)
+                is_valid = check_answer(part.reward, task)
             except ValueError as error:
                 faults.setdefault(task.id, f"{part.setting}: {error}")
                 continue
-            if not good:
-                slow.setdefault(at, []).append(task)
+            if not is_valid:
+                unresolved.setdefault(part_index, []).append(task)
                 unchecked.add(number)
-    _refuse(faults)
-    for at, several in slow.items():
-        some = _spread(several, MOST)
-        if hasattr(parts[at].reward, "model_answer"):
-            _refuse(_run(_tried(parts[at].source, parts[at].setting, parts[at].reward, some, deadline_s)))
-            tried = set(map(id, some))
-            unchecked -= {number for number, task in enumerate(judged) if id(task) in tried}
-    return AnswersChecked(len(judged) - len(unchecked), len(judged)) if looks else None
+    _raise_for_faults(faults)
+    for part_index, part_tasks in unresolved.items():
+        chosen = _spread(part_tasks, MAX_JUDGED)
+        if hasattr(parts[part_index].reward, "model_answer"):
+            _raise_for_faults(
+                _run(
+                    _judge_answers(
+                        parts[part_index].source, parts[part_index].setting, parts[part_index].reward, chosen, deadline_s
+                    )
+                )
+            )
+            judged_ids = set(map(id, chosen))
+            unchecked -= {number for number, task in enumerate(judged) if id(task) in judged_ids}
+    return AnswersChecked(len(judged) - len(unchecked), len(judged)) if uses_answers else None
 
 
-def _refuse(faults: dict[str, str]) -> None:
+def _raise_for_faults(faults: dict[str, str]) -> None:
     if not faults:
         return
-    first, *others = faults
-    rest = ", ".join(map(repr, others[:_NAMED])) + (" …" if len(others) > _NAMED else "")
-    more = f" (and so it is with {len(others)} more: {rest})" if others else ""
+    first, *other_ids = faults
+    shown_ids = ", ".join(map(repr, other_ids[:_MAX_NAMED])) + (" …" if len(other_ids) > _MAX_NAMED else "")
+    more = f" (the same holds for {len(other_ids)} more: {shown_ids})" if other_ids else ""
     raise UserError(f"{faults[first]}{more}")
 
 
-async def _tried(
+async def _judge_answers(
     source: RewardSpec, setting: str, reward: RewardFn, tasks: Sequence[Task], deadline_s: float
 ) -> dict[str, str]:
     """What is wrong with the answers of tasks, by task id."""
@@ -109,10 +115,10 @@ async def _tried(
     return {task.id: faults[task.id] for task in tasks if task.id in faults}
 
 
-def _spread(tasks: Sequence[Task], most: int) -> list[Task]:
+def _spread(tasks: Sequence[Task], limit: int) -> list[Task]:
     """At most `most` of the tasks, evenly spaced."""
-    count = min(most, len(tasks))
-    return [tasks[place * len(tasks) // count] for place in range(count)]
+    count = min(limit, len(tasks))
+    return [tasks[index * len(tasks) // count] for index in range(count)]
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:

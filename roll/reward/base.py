@@ -58,7 +58,7 @@ class PartFailure(Exception):
         self.kind: FailureKind = kind
 
 
-entering: ContextVar[Callable[[str], None] | None] = ContextVar("entering")
+on_part_start: ContextVar[Callable[[str], None] | None] = ContextVar("entering")
 """Called by a composed reward with the part that is about to judge, so that a part that hangs or crashes can be named."""
 
 
@@ -67,8 +67,8 @@ def is_deterministic(reward: RewardFn, task: Task) -> bool:
 
     It declares so by an attribute or a method `deterministic`; without one, it may be random or call other services.
     """
-    said = getattr(reward, "deterministic", False)
-    return bool(said(task) if callable(said) else said)
+    declared = getattr(reward, "deterministic", False)
+    return bool(declared(task) if callable(declared) else declared)
 
 
 def check_answer(reward: RewardFn, task: Task) -> bool:

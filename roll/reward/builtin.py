@@ -25,11 +25,11 @@ BUILTINS: Mapping[str, str] = MappingProxyType(
 )
 """What to call with the reward's options: a class whose instances are rewards, or a function that returns one."""
 
-OF_SHAPE = frozenset({"format", "length", "repetition"})
-"""Rewards that never look at a task: they judge only the form of a text."""
+SHAPE_REWARDS = frozenset({"format", "length", "repetition"})
+"""Rewards that judge only the form of a text, whatever the task."""
 
-OF_ROLES = ("judge", "reward_model")
-"""Rewards that a model role may give."""
+ROLE_REWARDS = ("judge", "reward_model")
+"""Rewards that a model role computes."""
 
-ASKS_OTHERS = frozenset({"http", *OF_ROLES})
-"""Rewards that a service or a model decides, so that they may judge any task."""
+EXTERNAL_REWARDS = frozenset({"http", *ROLE_REWARDS})
+"""Rewards that a service or a model computes, so that they can judge any task."""

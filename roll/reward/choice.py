@@ -8,14 +8,16 @@ from dataclasses import dataclass, replace
 
 from roll.data.choices import ALPHABET, Choices
 from roll.data.task import Response, Task
-from roll.reward.extract import marked, visible
+from roll.reward.extract import marked_answer, strip_thinking
 
 _WRAP = r"(?:[\s*_$(\[{\"'`]|\\text|\\mathrm|\\textbf|\\boxed|\\\(){0,8}"
 """What may surround a letter: brackets, quotes, emphasis, LaTeX. Bounded, so that searches end."""
 _AFTER = r"(?![\w])(?!['’](?:s|m|d|ll|ve|re)\b)"
 
 _BETWEEN = re.compile(r"[\s*_]{0,4}(?:,|/|&|;|,?\s{0,2}\bor\b|,?\s{0,2}\band\b)[\s*_]{0,4}", re.IGNORECASE)
-_GIVEN = re.compile(r"\b(?:answer|choice|option)s?\b(?:\s{1,4}(?:is|are|was)\b[\s:]{0,4}|[\s*_]{0,4}[:=])", re.IGNORECASE)
+_ANSWER_INTRODUCED = re.compile(
+    r"\b(?:answer|choice|option)s?\b(?:\s{1,4}(?:is|are|was)\b[\s:]{0,4}|[\s*_]{0,4}[:=])", re.IGNORECASE
+)
 _DENIED_BEFORE = re.compile(
     r"""(?:\b(?:can)?not|n['’]t|\bnever|\bneither|\bnor|\bexcept(?:\sfor)?|\b(?:any|every)thing\sbut|\ball\sbut|\bnone\sof|[¬!])
     (?:\s(?:be|the|an?))?(?:\s(?:answer|option|choice|letter))?[\s*_$(\[{"'`]{0,4}$""",
@@ -53,26 +55,26 @@ class Choice:
             raise ValueError(f"letters is {self.letters!r}, but takes letters, each once: ABCD")
 
     def __call__(self, task: Task, response: Response) -> float:
-        letters, choices = self._offered(task)
-        return float(self._chosen(response, letters, choices) == _answer(task, letters, choices))
+        letters, choices = self._letters_and_choices(task)
+        return float(self._choose(response, letters, choices) == _answer(task, letters, choices))
 
     def answer_of(self, task: Task, response: Response) -> str | None:
         """The letter chosen."""
-        return self._chosen(response, *self._offered(task))
+        return self._choose(response, *self._letters_and_choices(task))
 
-    def _offered(self, task: Task) -> tuple[str, Choices | None]:
+    def _letters_and_choices(self, task: Task) -> tuple[str, Choices | None]:
         """The letters and the choices of a task."""
         choices = choices_of(task)
         return self.letters.upper() or (choices.letters if choices else ALPHABET[:10]), choices
 
-    def _chosen(self, response: Response, letters: str, choices: Choices | None) -> str | None:
+    def _choose(self, response: Response, letters: str, choices: Choices | None) -> str | None:
         digits = _digits(choices)
-        chosen = chosen_letter(response.text, letters + digits)
-        if chosen is not None and chosen in digits:
-            chosen = letters[digits.index(chosen)]
-        if chosen is None and self.texts and choices:
-            chosen = _by_text(response.text, letters, choices.texts)
-        return chosen
+        letter = chosen_letter(response.text, letters + digits)
+        if letter is not None and letter in digits:
+            letter = letters[digits.index(letter)]
+        if letter is None and self.texts and choices:
+            letter = _by_text(response.text, letters, choices.texts)
+        return letter
 
     def check_answer(self, task: Task) -> bool:
         """Always checks: raises `ValueError` if the task's answer is none of its choices."""
@@ -82,19 +84,24 @@ class Choice:
 
 def chosen_letter(text: str, letters: str = "ABCDEFGHIJ") -> str | None:
     """The letter that a text chooses, in upper case, or None."""
-    shown = visible(text) or ""
-    place = marked(shown)
-    if place is not None:
-        return _only(place.text, letters)
-    found = _said(shown, letters) or _leading(shown, letters) or _line(shown, letters) or _alone(shown, letters)
-    return None if found is not None and _hedged(shown, letters) else found
+    shown = strip_thinking(text) or ""
+    marked_place = marked_answer(shown)
+    if marked_place is not None:
+        return _only_letter(marked_place.text, letters)
+    found = (
+        _stated_letter(shown, letters)
+        or _leading_letter(shown, letters)
+        or _line_letter(shown, letters)
+        or _standalone_letter(shown, letters)
+    )
+    return None if found is not None and _names_several(shown, letters) else found
 
 
-def _only(text: str, letters: str) -> str | None:
+def _only_letter(text: str, letters: str) -> str | None:
     """The letter in a tag or a box; None if it names several."""
-    if _hedged(text, letters) or _lists(text, letters):
+    if _names_several(text, letters) or _lists(text, letters):
         return None
-    return _leading(text, letters) or _said(text, letters) or _alone(text, letters)
+    return _leading_letter(text, letters) or _stated_letter(text, letters) or _standalone_letter(text, letters)
 
 
 def _lists(text: str, letters: str) -> bool:
@@ -116,21 +123,23 @@ def _is_denied(text: str, letter: re.Match[str]) -> bool:
     return bool(_DENIED_BEFORE.search(before) or _DENIED_AFTER.match(text, letter.end(1)))
 
 
-def _hedged(text: str, letters: str) -> bool:
+def _names_several(text: str, letters: str) -> bool:
     """Whether the text, or its last sentence that gives an answer, names several letters: `B or C`, `(A), (B)`."""
-    one = rf"{_WRAP}[{letters}](?!\w)[)\]}}*_\"'`$.]{{0,6}}"
+    letter_pattern = rf"{_WRAP}[{letters}](?!\w)[)\]}}*_\"'`$.]{{0,6}}"
     between = r"(?:\s{0,2}(?:,|/|&|;|\bor\b|\band\b)\s{0,2}){1,2}"
-    several = re.compile(rf"\s{{0,4}}{one}{between}{one}\s{{0,4}}(?:[.,;\n]|\Z|or\b|and\b)", re.IGNORECASE)
+    several = re.compile(
+        rf"\s{{0,4}}{letter_pattern}{between}{letter_pattern}\s{{0,4}}(?:[.,;\n]|\Z|or\b|and\b)", re.IGNORECASE
+    )
     last = None
-    for last in _GIVEN.finditer(text):  # noqa: B007 (the last one)
+    for last in _ANSWER_INTRODUCED.finditer(text):  # noqa: B007 (the last one)
         pass
     if several.match(text) or _are_letters(text, letters):
         return True
-    said = "" if last is None else text[last.end() :]
-    return bool(several.match(said)) or _are_letters(said.partition("\n")[0], letters)
+    statement_text = "" if last is None else text[last.end() :]
+    return bool(several.match(statement_text)) or _are_letters(statement_text.partition("\n")[0], letters)
 
 
-def _leading(text: str, letters: str) -> str | None:
+def _leading_letter(text: str, letters: str) -> str | None:
     """The letter of `(b) Paris`, `B.` or `b`. A letter that begins a sentence (`A cat`) is not a choice."""
     match = re.match(rf"{_WRAP}([{letters}])(?:[\s*_)\]}}\"'`$.:,]*\Z|[*_]*[)\]}}.:]|\s*[-–:])", text, re.IGNORECASE)
     if match is None or _is_denied(text, match) or _lists(text, letters):
@@ -138,17 +147,17 @@ def _leading(text: str, letters: str) -> str | None:
     return match[1].upper()
 
 
-def _said(text: str, letters: str) -> str | None:
+def _stated_letter(text: str, letters: str) -> str | None:
     """The last letter in `The answer is (B)`, `Answer: **B**` or `I choose option c.`; only if there is none, in `Option
     B holds`."""
-    named, one = r"(?:\s{1,4}(?:option|choice|letter|answer))?", rf"{_WRAP}([{letters}]){_AFTER}"
+    label, letter_pattern = r"(?:\s{1,4}(?:option|choice|letter|answer))?", rf"{_WRAP}([{letters}]){_AFTER}"
     verb = r"(?:\s{1,4}(?:is|was|(?:would|should|must|to)\s{1,4}be)\b[\s:]{0,4}|[\s*_]{0,4}[:=→-]{1,3})"
-    chosen = rf"\b(?:(?:answer|choice|option)\b{verb}|(?:choose|pick|select)\b){named}{one}"
-    mentioned = rf"\b(?:answer|choice|option)\b{one}"
-    return _last_said(chosen, text) or _last_said(mentioned, text)
+    chosen = rf"\b(?:(?:answer|choice|option)\b{verb}|(?:choose|pick|select)\b){label}{letter_pattern}"
+    mentioned = rf"\b(?:answer|choice|option)\b{letter_pattern}"
+    return _last_stated_letter(chosen, text) or _last_stated_letter(mentioned, text)
 
 
-def _last_said(pattern: str, text: str) -> str | None:
+def _last_stated_letter(pattern: str, text: str) -> str | None:
     last = None
     for match in re.finditer(pattern, text, re.IGNORECASE):
         letter, before, after = match[1], text[match.start(1) - 1], text[match.end(1) : match.end(1) + 2]
@@ -158,14 +167,14 @@ def _last_said(pattern: str, text: str) -> str | None:
     return last
 
 
-def _line(text: str, letters: str) -> str | None:
+def _line_letter(text: str, letters: str) -> str | None:
     """The letter of the last line that is only a letter."""
     lines = (line for line in reversed(text.splitlines()) if line.strip())
     matches = (re.fullmatch(rf"{_WRAP}([{letters}])[\s*_)\]}}\"'`$.:,]*", line, re.IGNORECASE) for line in lines)
     return next((match[1].upper() for match in matches if match), None)
 
 
-def _alone(text: str, letters: str) -> str | None:
+def _standalone_letter(text: str, letters: str) -> str | None:
     """The last letter in brackets; without one, the last capital letter that is a word and not an article or pronoun.
     None if it is one of several listed letters: `either A or B`."""
     bracketed = list(re.finditer(rf"[(\[]([{letters}])[)\]]", text, re.IGNORECASE))
@@ -190,17 +199,19 @@ def _labels(text: str, letter: re.Match[str]) -> bool:
 
 def _by_text(text: str, letters: str, choices: Sequence[str]) -> str | None:
     """The letter of the only choice whose text occurs in the text, or in its tag or box."""
-    shown = visible(text) or ""
-    place = marked(shown)
-    text = shown if place is None else place.text
-    said, texts = _words(text), [_words(choice) for choice in choices]
-    found = [letter for letter, words in zip(letters, texts, strict=False) if words.strip() and _says(said, words)]
+    shown = strip_thinking(text) or ""
+    marked_place = marked_answer(shown)
+    text = shown if marked_place is None else marked_place.text
+    text_words, texts = _words(text), [_words(choice) for choice in choices]
+    found = [
+        letter for letter, words in zip(letters, texts, strict=False) if words.strip() and _mentions(text_words, words)
+    ]
     return found[0] if len(found) == 1 else None
 
 
-def _says(said: str, words: str) -> bool:
+def _mentions(text: str, words: str) -> bool:
     """Whether the words occur and are not denied: `not Paris`, `it isn't Paris`."""
-    return words in said and not any(f" {no}{words}" in said for no in ("not", "n t", "isn t", "never", "neither", "nor"))
+    return words in text and not any(f" {no}{words}" in text for no in ("not", "n t", "isn t", "never", "neither", "nor"))
 
 
 def choices_of(task: Task) -> Choices | None:

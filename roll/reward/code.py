@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from roll.data.task import Response, Task
 from roll.reward.code_tests import AssertTest, CallTest, CodeTest, CodeTests, InOut, tests_of
-from roll.reward.extract import visible
+from roll.reward.extract import strip_thinking
 from roll.sandbox import Level, Limits, Program, Sandbox, best, run_blocking
 from roll.sandbox.calls import CallReturned, FunctionCall, call_all, check_all
 
@@ -62,7 +62,7 @@ class Code:
 
     def __call__(self, task: Task, response: Response) -> Mapping[str, float]:
         tests = tests_of(task)
-        source = program_in(visible(response.text) or "", self.block)
+        source = program_in(strip_thinking(response.text) or "", self.block)
         passed = self.passed(source, tests) if source.strip() else [False] * len(tests.tests)
         share = sum(passed) / len(passed)
         return {"reward": float(all(passed)) if self.credit == "all" else share, "tests_passed": share}
@@ -80,12 +80,12 @@ class Code:
 
     def passed(self, source: str, tests: CodeTests, sandbox: Sandbox | None = None) -> list[bool]:
         """Per test, whether the program passes it. If only all of them count, the first failure ends it."""
-        trial = _Trial(self, tests.whole(source), tests.setup, sandbox or self._sandbox())
+        runner = _Trial(self, tests.with_prefix(source), tests.setup, sandbox or self._sandbox())
         passed: list[bool] = []
         for batch in _batches(tests.tests):
             if self.credit == "all" and not all(passed):
                 break
-            passed += trial.run(batch)
+            passed += runner.run(batch)
         return passed + [False] * (len(tests.tests) - len(passed))
 
 
@@ -99,10 +99,10 @@ class _Trial:
     sandbox: Sandbox
 
     def __post_init__(self) -> None:
-        self._until_s = time.monotonic() + self.code.total_s
+        self._deadline_s = time.monotonic() + self.code.total_s
 
     def run(self, batch: Sequence[CodeTest]) -> list[bool]:
-        wall_s = min(2 * self.code.seconds, self._until_s - time.monotonic())
+        wall_s = min(2 * self.code.seconds, self._deadline_s - time.monotonic())
         if wall_s <= 0:
             return [False] * len(batch)
         limits = Limits(wall_s=wall_s, cpu_s=math.ceil(self.code.seconds), memory_mb=self.code.memory_mb)
@@ -119,7 +119,7 @@ class _Trial:
         return outcome.ok and same_output(test.stdout, outcome.stdout, self.code.tolerance)
 
     def _calls(self, tests: Sequence[CallTest], limits: Limits) -> list[bool]:
-        calls = [FunctionCall(test.name, test.arguments, test.named, test.as_apps) for test in tests]
+        calls = [FunctionCall(test.name, test.arguments, test.keywords, test.apps_style) for test in tests]
         results, _ = call_all(self.sandbox, self.source, calls, limits)
         return [
             isinstance(result, CallReturned) and self._is_right(test, result.value)
@@ -127,7 +127,7 @@ class _Trial:
         ]
 
     def _is_right(self, test: CallTest, got: Any) -> bool:
-        in_a_list = test.as_apps and isinstance(test.result, list | tuple) and len(test.result) == 1
+        in_a_list = test.apps_style and isinstance(test.result, list | tuple) and len(test.result) == 1
         expected = [test.result, test.result[0]] if in_a_list else [test.result]
         return any(same(each, got, self.code.tolerance, test.exact) for each in expected)
 
@@ -173,11 +173,11 @@ def same(expected: Any, got: Any, tolerance: float = 0.0, exact: bool = False) -
     if isinstance(expected, dict) and isinstance(got, dict):
         return expected.keys() == got.keys() and all(same(expected[key], got[key], tolerance, exact) for key in expected)
     if tolerance and _is_number(expected) and _is_number(got):
-        return _near(expected, got, tolerance)
+        return _is_close(expected, got, tolerance)
     return bool(expected == got)
 
 
-def _near(expected: Any, got: Any, tolerance: float) -> bool:
+def _is_close(expected: Any, got: Any, tolerance: float) -> bool:
     """Whether two numbers of any size differ by at most the tolerance."""
     try:
         return math.isclose(expected, got, rel_tol=tolerance, abs_tol=tolerance)

@@ -42,10 +42,10 @@ class CallTest:
     name: str
     arguments: Sequence[Any]
     result: Any
-    named: Mapping[str, Any] = field(default_factory=dict)
+    keywords: Mapping[str, Any] = field(default_factory=dict)
     exact: bool = False
     """Whether a tuple differs from a list, as in Python. Results that were written as JSON have no tuples."""
-    as_apps: bool = False
+    apps_style: bool = False
     """Whether the function may be a method of a class `Solution`, and the result may be wrapped in a list of one."""
 
 
@@ -71,17 +71,17 @@ class CodeTests:
     """Code before the program."""
     entry_point: str = ""
     """The function that the prefix begins and the program continues, if the tests work like that."""
-    as_on_site: bool = False
+    site_imports: bool = False
     """Whether names that sites for such tasks import for a program (`List`, `deque`, `math`) are available."""
 
-    def whole(self, source: str) -> str:
+    def with_prefix(self, source: str) -> str:
         """The program with the code before it. A program that defines the entry point itself gets only the imports and
         helpers before the entry point."""
-        if self.as_on_site:
-            return _after(_imports(source), source)
+        if self.site_imports:
+            return _prepend(_imports(source), source)
         if not self.entry_point or not _defines(source, self.entry_point):
-            return _after(self.prefix, source)
-        return _after(self.helpers, source)
+            return _prepend(self.prefix, source)
+        return _prepend(self.helpers, source)
 
     @property
     def helpers(self) -> str:
@@ -92,7 +92,7 @@ class CodeTests:
         return self.prefix[: begun.start()] if begun else self.prefix
 
 
-_ON_SITE: Mapping[str, str] = {
+_SITE_NAMES: Mapping[str, str] = {
     "bisect": "bisect_left bisect_right insort insort_left insort_right",
     "collections": "ChainMap Counter OrderedDict defaultdict deque namedtuple",
     "functools": "cache cmp_to_key lru_cache partial reduce",
@@ -105,27 +105,27 @@ _ON_SITE: Mapping[str, str] = {
     "Sequence Set Tuple TypeVar Union",
 }
 """Names that a program may use without importing them if its site does so, by module."""
-_MODULES = {*_ON_SITE, "copy", "datetime", "decimal", "fractions", "operator", "random", "re", "sys", "time"}
+_MODULES = {*_SITE_NAMES, "copy", "datetime", "decimal", "fractions", "operator", "random", "re", "sys", "time"}
 _IMPORTS = {name: f"import {name}" for name in sorted(_MODULES)} | {
-    name: f"from {module} import {name}" for module, names in _ON_SITE.items() for name in names.split()
+    name: f"from {module} import {name}" for module, names in _SITE_NAMES.items() for name in names.split()
 }
-_LONGEST = 1 << 17
+_MAX_PARSED_CHARS = 1 << 17
 """Longer programs are not parsed for the names they use: parsing takes about 300 bytes of memory per character."""
 _FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t][^\n]*\n?", re.MULTILINE)
 
 
 def _imports(source: str) -> str:
     """Imports of the names that a program uses, does not define, and may take for granted."""
-    if len(source) > _LONGEST:
+    if len(source) > _MAX_PARSED_CHARS:
         return ""
     try:
-        missing = free_names(source)
+        names = free_names(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ""
-    return "\n".join(_IMPORTS[name] for name in missing if name in _IMPORTS)
+    return "\n".join(_IMPORTS[name] for name in names if name in _IMPORTS)
 
 
-def _after(prefix: str, source: str) -> str:
+def _prepend(prefix: str, source: str) -> str:
     """A program after other lines; its `__future__` imports are moved to the top."""
     if not prefix:
         return source
@@ -148,15 +148,17 @@ def tests_of(task: Task) -> CodeTests:
 def _tests_of(info: Mapping[str, Any]) -> CodeTests | None:
     if "tests" in info:
         setup = str(info.get("setup") or "")
-        tests = tuple(_written(test, setup) for test in _sequence(info["tests"]))
-        return _with_own_names(CodeTests(tests, setup, str(info.get("prefix") or "")))
+        tests = tuple(_parse_test(test, setup) for test in _sequence(info["tests"]))
+        return _with_trusted_names(CodeTests(tests, setup, str(info.get("prefix") or "")))
     if "test_list" in info:
         setup = "\n".join(filter(None, (_text(info.get("test_imports") or ""), info.get("test_setup_code"))))
-        return _with_own_names(CodeTests(tuple(assertion(text, setup) for text in _sequence(info["test_list"])), setup))
+        return _with_trusted_names(
+            CodeTests(tuple(assertion(text, setup) for text in _sequence(info["test_list"])), setup)
+        )
     if "test" in info and "entry_point" in info:
         text = f"{info['test']}\n\ncheck({info['entry_point']})"
         test = AssertTest(text, free_names(text))
-        return _with_own_names(CodeTests((test,), "", str(info.get("prompt") or ""), str(info["entry_point"])))
+        return _with_trusted_names(CodeTests((test,), "", str(info.get("prompt") or ""), str(info["entry_point"])))
     if "input_output" in info:
         pairs = info["input_output"]
         return _pairs(_loads(pairs) if isinstance(pairs, str) else pairs)
@@ -170,22 +172,26 @@ def assertion(text: str, setup: str = "") -> CallTest | AssertTest:
     return AssertTest(text, free_names(f"{setup}\n{text}"))
 
 
-def _with_own_names(tests: CodeTests) -> CodeTests:
+def _with_trusted_names(tests: CodeTests) -> CodeTests:
     """The same, with modules and prefix helpers of the assertions' own: a program could redefine them to make every
     answer right. Helpers with classes stay the program's, because the assertions get their objects."""
     texts = [test.text for test in tests.tests if isinstance(test, AssertTest)]
-    wanted = {name for test in tests.tests if isinstance(test, AssertTest) for name in test.names}
-    given = _defined_by(tests.helpers) & wanted - {tests.entry_point} if wanted else set()
-    setup = [tests.helpers] if given else []
-    setup += [f"import {name}" for name in sorted(wanted & _MODULES - given) if all(_only_module(name, t) for t in texts)]
+    used_names = {name for test in tests.tests if isinstance(test, AssertTest) for name in test.names}
+    trusted_helpers = _defined_by(tests.helpers) & used_names - {tests.entry_point} if used_names else set()
+    setup = [tests.helpers] if trusted_helpers else []
+    setup += [
+        f"import {name}"
+        for name in sorted(used_names & _MODULES - trusted_helpers)
+        if all(_only_module(name, t) for t in texts)
+    ]
     if not setup:
         return tests
-    whole = "\n".join([*setup, tests.setup])
+    full_setup = "\n".join([*setup, tests.setup])
     named = tuple(
-        replace(test, names=free_names(f"{whole}\n{test.text}")) if isinstance(test, AssertTest) else test
+        replace(test, names=free_names(f"{full_setup}\n{test.text}")) if isinstance(test, AssertTest) else test
         for test in tests.tests
     )
-    return replace(tests, tests=named, setup=whole)
+    return replace(tests, tests=named, setup=full_setup)
 
 
 def _defined_by(helpers: str) -> set[str]:
@@ -252,14 +258,14 @@ def _as_call(text: str) -> CallTest | None:
         return None  # a program may define a function with the name of a builtin: nobody tests Python itself on literals
     try:
         arguments = [ast.literal_eval(argument) for argument in call.args]
-        named = {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in call.keywords}
+        keywords = {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in call.keywords}
         result = ast.literal_eval(compare.comparators[0])
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
-    return CallTest(call.func.id, arguments, result, named, exact=True)
+    return CallTest(call.func.id, arguments, result, keywords, exact=True)
 
 
-def _written(test: Any, setup: str) -> CodeTest:
+def _parse_test(test: Any, setup: str) -> CodeTest:
     if isinstance(test, str):
         return assertion(test, setup)
     if "assert" in test:
@@ -277,8 +283,8 @@ def _pairs(info: Mapping[str, Any]) -> CodeTests:
     pairs = list(zip(inputs, outputs, strict=True))
     if name:
         calls = [(_arguments(given), _result(given, result)) for given, result in pairs]
-        tests = (CallTest(str(name), given, result, as_apps=True) for given, result in calls)
-        return CodeTests(tuple(tests), as_on_site=True)
+        tests = (CallTest(str(name), given, result, apps_style=True) for given, result in calls)
+        return CodeTests(tuple(tests), site_imports=True)
     return CodeTests(tuple(InOut(_text(given), _text(result)) for given, result in pairs))
 
 
@@ -293,10 +299,10 @@ def _result(given: Any, result: Any) -> Any:
 
 def _loads(text: str) -> Any:
     """Parses JSON with integers of any length: Python's parser takes only some thousand digits."""
-    return json.loads(text, parse_int=_whole)
+    return json.loads(text, parse_int=_integer)
 
 
-def _whole(digits: str) -> int:
+def _integer(digits: str) -> int:
     try:
         return int(digits)
     except ValueError:

@@ -24,15 +24,15 @@ from roll.reward.base import (
     RewardFn,
     answer_of,
     check_answer,
-    entering,
     is_deterministic,
     is_quick,
     normalise,
+    on_part_start,
     reads_answers,
 )
-from roll.reward.builtin import OF_ROLES
+from roll.reward.builtin import ROLE_REWARDS
 from roll.reward.factory import check_built_in, make
-from roll.reward.model_reward import ModelBackedReward, as_graded, asks_role
+from roll.reward.model_reward import ModelBackedReward, asks_role, for_grader
 
 if TYPE_CHECKING:
     from roll.config.reward import RewardRule
@@ -81,18 +81,18 @@ def compose(
     """The reward that a configuration or a rule describes. A `UserError` names the wrong setting, prefixed by `where`."""
     rule = config if isinstance(config, ComposedRule) else ComposedRule.of(config)
     if not rule.parts:
-        return as_graded("", make(rule.name, rule.options, root=root, where=where))
+        return for_grader("", make(rule.name, rule.options, root=root, where=where))
     parts = {
-        name: as_graded(name, make(part.name, part.options, root=root, where=f"{where}.parts.{name}"))
+        name: for_grader(name, make(part.name, part.options, root=root, where=f"{where}.parts.{name}"))
         for name, part in rule.parts.items()
     }
     return Composed(rule.parts, parts)
 
 
-def asked_of_roles(rule: ComposedRule) -> dict[str, ModelBackedReward]:
+def model_backed_rewards(rule: ComposedRule) -> dict[str, ModelBackedReward]:
     """The rewards of a rule that model roles give, by the part's name; "" for a whole reward."""
     named = {name: (part.name, part.options) for name, part in rule.parts.items()} or {"": (rule.name, rule.options)}
-    made = {part: make(name, options) for part, (name, options) in named.items() if name in OF_ROLES}
+    made = {part: make(name, options) for part, (name, options) in named.items() if name in ROLE_REWARDS}
     return {part: reward for part, reward in made.items() if asks_role(reward)}
 
 
@@ -124,7 +124,7 @@ class Composed:
         seconds: dict[str, float] = {}
         terms: list[float] = []
         closed: list[float] = []
-        watcher = entering.get(None)
+        watcher = on_part_start.get(None)
         for name, part in self._parts.items():
             if watcher is not None:
                 watcher(name)
@@ -152,14 +152,14 @@ class Composed:
 
     def check_answer(self, task: Task) -> bool:
         """Whether all parts accept the task's answer."""
-        found = [check_answer(reward, task) for reward in self._rewards.values()]
-        return all(found)
+        accepted = [check_answer(reward, task) for reward in self._rewards.values()]
+        return all(accepted)
 
     @property
     def answer_of(self) -> Callable[[Task, Response], str | None] | None:
         """The `answer_of` of the only part that extracts answers; None if there is none, or more than one."""
-        reading = [reward for reward in self._rewards.values() if reads_answers(reward)]
-        return functools.partial(answer_of, reading[0]) if len(reading) == 1 else None
+        extracting = [reward for reward in self._rewards.values() if reads_answers(reward)]
+        return functools.partial(answer_of, extracting[0]) if len(extracting) == 1 else None
 
     @property
     def quick(self) -> bool:

@@ -1,7 +1,7 @@
 """Finds the answer in a text: the search that all rewards share.
 
-First the thinking is removed (`visible`); it is never judged. In the rest the answer is searched in this order
-(`stated`), and the first one that exists decides, whatever its content:
+First the thinking is removed (`strip_thinking`); it is never judged. In the rest the answer is searched in this order
+(`stated_answer`), and the first one that exists decides, whatever its content:
 
     tag        the last closed `<answer>…</answer>`; if it contains a box, the content of the box
     box        the last closed `\\boxed{…}`
@@ -18,9 +18,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from roll.reward.time_limit import patiently
+from roll.reward.time_limit import with_time_limit
 
-Place: TypeAlias = Literal["stated", "text", "last_line", "boxed", "answer"]
+AnswerLocation: TypeAlias = Literal["stated", "text", "last_line", "boxed", "answer"]
 """`stated`: the first of tag, box, `####` and final statement that exists, otherwise the whole text; `text`: the whole
 text; `last_line`: its last non-empty line; `boxed`: its last `\\boxed{}`; `answer`: its last `<answer>…</answer>`.
 Thinking is not part of the text."""
@@ -32,7 +32,7 @@ _BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
 _THINKING = re.compile(r"<(/?)(think|thinking|thought|reasoning)>|\[(/?)(THINK)\]", re.IGNORECASE)
 _MARKUP = r"[ \t*_`]{0,4}"
 _CLAUSE = r"(?:[^\n.:=?!]|\.(?=\d)){0,60}?"
-_SAID = re.compile(
+_STATEMENT = re.compile(
     rf"""\banswers?\b(?:
         {_CLAUSE}\b(?:is|are|was|equals|(?:would|should|must|will)[ ]be)\b(?:[ ]equal[ ]to\b)?{_MARKUP}[:=]?
       | {_CLAUSE}[:=]
@@ -53,14 +53,14 @@ class Stated:
     source: Source
 
 
-def visible(text: str) -> str | None:
+def strip_thinking(text: str) -> str | None:
     """The text without its thinking; None if it ends while thinking: then there is no answer.
 
     Thinking is the text between `<think>` and `</think>`; `<thinking>`, `<thought>`, `<reasoning>` and `[THINK]` are
     equivalent. A closing tag without an opening one ends thinking that the prompt began: everything before it is
     thinking.
     """
-    kept: list[str] = []
+    pieces: list[str] = []
     at, thinking = 0, ""
     for mark in _THINKING.finditer(text):
         name = (mark[2] or f"[{mark[4]}]").casefold()
@@ -68,22 +68,22 @@ def visible(text: str) -> str | None:
             if thinking and thinking != name:
                 continue
             if not thinking:
-                kept.clear()
+                pieces.clear()
             at, thinking = mark.end(), ""
         elif not thinking:
-            kept.append(text[at : mark.start()])
+            pieces.append(text[at : mark.start()])
             thinking = name
     if thinking:
         return None
-    return "\n".join([*kept, text[at:]]).strip() if at else text
+    return "\n".join([*pieces, text[at:]]).strip() if at else text
 
 
-def stated(text: str | None) -> Stated | None:
+def stated_answer(text: str | None) -> Stated | None:
     """The answer that a text without thinking states, or None if it states none."""
-    return None if text is None else marked(text) or statement(text)
+    return None if text is None else marked_answer(text) or final_statement(text)
 
 
-def marked(text: str) -> Stated | None:
+def marked_answer(text: str) -> Stated | None:
     """The answer in a tag, a box or after `####`."""
     tag = last_tag(text, "answer")
     if tag is not None:
@@ -96,13 +96,13 @@ def marked(text: str) -> Stated | None:
     return None if hashes is None else Stated(hashes, "hashes")
 
 
-def statement(text: str) -> Stated | None:
+def final_statement(text: str) -> Stated | None:
     """The answer in the last sentence with "the answer is", to the end of its line, without the final punctuation; after
     a heading `Answer`, the next line."""
     if "answer" not in text.lower():  # the search below takes ten times as long
         return None
     last = None
-    for last in _SAID.finditer(text):  # noqa: B007 (the last one)
+    for last in _STATEMENT.finditer(text):  # noqa: B007 (the last one)
         pass
     return None if last is None else Stated(_line(text[last.end() :]), "statement")
 
@@ -114,10 +114,10 @@ def _line(rest: str) -> str:
         end = rest.find(closing, 2)
         if rest.startswith(opening) and end >= 0:
             return rest[2:end].strip()
-    return trimmed(rest.partition("\n")[0])
+    return trim(rest.partition("\n")[0])
 
 
-def trimmed(text: str) -> str:
+def trim(text: str) -> str:
     """Without surrounding emphasis and final full stop."""
     return text.strip().strip("*`").rstrip("_ ").removesuffix(".").strip("*` \t").rstrip("_")
 
@@ -125,7 +125,7 @@ def trimmed(text: str) -> str:
 def first_sentence(text: str) -> str:
     """The first sentence of a line: `5` for `5. I hope this helps`."""
     end = _SENTENCE_END.search(text)
-    return trimmed(text[: end.start()] if end else text)
+    return trim(text[: end.start()] if end else text)
 
 
 def _after_hashes(text: str) -> str | None:
@@ -138,11 +138,11 @@ def _after_hashes(text: str) -> str | None:
         return None
     found, after = last[1].strip(), text[last.end() :].strip()
     if not found:
-        return trimmed(after.partition("\n")[0])
+        return trim(after.partition("\n")[0])
     if after and re.search(r"[^\W\d_]{2}", re.sub(r"\\[a-zA-Z]+", "", found)):
         return None
-    inner = statement(found)
-    return inner.text if inner else trimmed(found)
+    inner = final_statement(found)
+    return inner.text if inner else trim(found)
 
 
 def last_tag(text: str, tag: str) -> str | None:
@@ -172,15 +172,15 @@ def last_box(text: str) -> str | None:
     return text[start:end] if start >= 0 else None
 
 
-def check_place(place: str, pattern: str | None) -> None:
+def check_find(find: str, pattern: str | None) -> None:
     """Raises `ValueError` for an unknown `find` or an invalid pattern."""
-    if place not in get_args(Place):
-        raise ValueError(f"find is {place!r}, but takes {', '.join(get_args(Place))}")
+    if find not in get_args(AnswerLocation):
+        raise ValueError(f"find is {find!r}, but takes {', '.join(get_args(AnswerLocation))}")
     if pattern is not None:
-        compiled(pattern)
+        compile_pattern(pattern)
 
 
-def compiled(pattern: str) -> re.Pattern[str]:
+def compile_pattern(pattern: str) -> re.Pattern[str]:
     """The regular expression, in which a dot also matches newlines."""
     try:
         return re.compile(pattern, re.DOTALL)
@@ -188,44 +188,46 @@ def compiled(pattern: str) -> re.Pattern[str]:
         raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from error
 
 
-def extract(text: str, place: Place, pattern: str | None = None) -> list[str]:
-    """The text at `place`, without thinking; with a pattern, its last match there (its first group, if it has one). Empty
-    if there is none. Two texts if a statement was found, because the whole text may be the answer too."""
-    shown = visible(text)
+def extract(text: str, find: AnswerLocation, pattern: str | None = None) -> list[str]:
+    """The text that `find` names, without thinking; with a pattern, its last match there (its first group, if it has
+    one). Empty if there is none. Two texts if a statement was found, because the whole text may be the answer too."""
+    shown = strip_thinking(text)
     if shown is None:
         return []
-    found = _at(shown, place)
+    texts = _text_at(shown, find)
     if pattern is None:
-        return found
-    return [match for each in found if (match := _last_match(pattern, each)) is not None]
+        return texts
+    return [match for each in texts if (match := _last_match(pattern, each)) is not None]
 
 
 def _last_match(pattern: str, text: str) -> str | None:
     """The last match of a pattern; None if there is none, or the search takes too long."""
-    last = patiently(lambda: functools.reduce(lambda _, match: match, compiled(pattern).finditer(text), None), None)
+    last = with_time_limit(
+        lambda: functools.reduce(lambda _, match: match, compile_pattern(pattern).finditer(text), None), None
+    )
     if last is None:
         return None
     return last[1] if last.re.groups else last[0]
 
 
-def _at(text: str, place: Place) -> list[str]:
-    if place == "stated":
-        found = stated(text)
+def _text_at(text: str, find: AnswerLocation) -> list[str]:
+    if find == "stated":
+        found = stated_answer(text)
         if found is None:
             return [text]
         return [found.text, text] if found.source == "statement" else [found.text]
-    if place == "text":
+    if find == "text":
         return [text]
-    if place == "boxed":
-        one = last_box(text)
-    elif place == "answer":
-        one = last_tag(text, "answer")
+    if find == "boxed":
+        match = last_box(text)
+    elif find == "answer":
+        match = last_tag(text, "answer")
     else:
-        one = next((line for line in reversed(text.splitlines()) if line.strip()), None)
-    return [] if one is None else [one]
+        match = next((line for line in reversed(text.splitlines()) if line.strip()), None)
+    return [] if match is None else [match]
 
 
-def plain(text: str, ignore_case: bool, ignore_punctuation: bool) -> str:
+def normalise_text(text: str, ignore_case: bool, ignore_punctuation: bool) -> str:
     """The text with white space collapsed, and without ignored characters."""
     if ignore_punctuation:
         text = re.sub(r"[^\w\s]|_", " ", text)

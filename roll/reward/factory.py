@@ -72,9 +72,9 @@ def _of_function(name: str, function: Any, options: Mapping[str, Any], where: st
         return callable_reward(name, function, where)
     _bind(name, function, (None, None), options, where)
     reward = functools.partial(function, **options)
-    for said in ("deterministic", "warm_up", "answer_of", "check_answer"):
-        if hasattr(function, said):
-            setattr(reward, said, getattr(function, said))
+    for attribute in ("deterministic", "warm_up", "answer_of", "check_answer"):
+        if hasattr(function, attribute):
+            setattr(reward, attribute, getattr(function, attribute))
     return cast(RewardFn, reward)
 
 
@@ -101,11 +101,11 @@ def _bind(name: str, function: Any, arguments: tuple[Any, ...], options: Mapping
     except TypeError as error:
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         known = [key for key, of in signature.parameters.items() if of.kind in named][len(arguments) :]
-        odd = next((option for option in options if option not in known), None)
-        if odd is not None:
+        unknown = next((option for option in options if option not in known), None)
+        if unknown is not None:
             takes = f"; it takes: {', '.join(known)}" if known else "; it takes none"
             raise UserError(
-                f"{where}.options.{odd} is not an option of {name!r}{did_you_mean(odd, known) or takes}"
+                f"{where}.options.{unknown} is not an option of {name!r}{did_you_mean(unknown, known) or takes}"
             ) from error
         if not arguments:
             raise UserError(f"{where}.options: {name!r} is made with {signature}: {error}") from error

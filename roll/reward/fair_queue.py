@@ -22,19 +22,19 @@ class FairQueue(Generic[G]):
         self._served: dict[str, int] = {}
         self._count = 0
 
-    def wait(self, domain: str, ahead: bool = False) -> asyncio.Future[G]:
-        """Adds a waiter to the domain's queue, at its end or `ahead` of all others. The caller of `next` sets its
-        result."""
-        turn: asyncio.Future[G] = asyncio.get_running_loop().create_future()
+    def enqueue(self, domain: str, at_front: bool = False) -> asyncio.Future[G]:
+        """Adds a waiter to the domain's queue, at its end or, with `at_front`, before all others. The caller of `pop`
+        sets its result."""
+        waiter: asyncio.Future[G] = asyncio.get_running_loop().create_future()
         queue = self._queues.setdefault(domain, deque())
-        if ahead:
-            queue.appendleft(turn)
+        if at_front:
+            queue.appendleft(waiter)
         else:
-            queue.append(turn)
-        return turn
+            queue.append(waiter)
+        return waiter
 
-    def next(self) -> tuple[str, asyncio.Future[G]] | None:
-        """Removes and returns the next waiter and its domain, or None if nobody waits."""
+    def pop(self) -> tuple[str, asyncio.Future[G]] | None:
+        """Removes and returns the next waiter and its domain, or None if no job waits."""
         for queue in self._queues.values():
             while queue and queue[0].done():  # the waiter was cancelled
                 queue.popleft()
@@ -45,19 +45,19 @@ class FairQueue(Generic[G]):
         return domain, self._queues[domain].popleft()
 
     def begin(self, domain: str) -> None:
-        """A job of the domain has got a grader."""
+        """Records that a job of the domain got a grader."""
         self._count += 1
         self._served[domain] = self._count
         self._running[domain] += 1
 
     def end(self, domain: str) -> None:
-        """A job of the domain has returned its grader."""
+        """Records that a job of the domain released its grader."""
         self._running[domain] -= 1
 
     def clear(self) -> Iterator[asyncio.Future[G]]:
         """Removes and returns all waiters."""
         for queue in self._queues.values():
             while queue:
-                turn = queue.popleft()
-                if not turn.done():
-                    yield turn
+                waiter = queue.popleft()
+                if not waiter.done():
+                    yield waiter

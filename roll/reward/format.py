@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roll.data.task import Response, Task
-from roll.reward.extract import compiled, visible
+from roll.reward.extract import compile_pattern, strip_thinking
 from roll.reward.json_schema import check_shape, fits
-from roll.reward.time_limit import patiently
+from roll.reward.time_limit import with_time_limit
 
 _FENCE = re.compile(r"\s*```[\w-]*\n(.*?)\n?```\s*", re.DOTALL)
 
@@ -40,7 +40,7 @@ class FormatReward:
 
     def __post_init__(self) -> None:
         if self.pattern is not None:
-            compiled(self.pattern)
+            compile_pattern(self.pattern)
         if self.only_tags and not self.tags:
             raise ValueError("only_tags is true, but there are no tags: write tags: [think, answer]")
         if self.search and self.pattern is None:
@@ -50,23 +50,23 @@ class FormatReward:
         check_shape(self.schema)
 
     def __call__(self, task: Task, response: Response) -> float:
-        held = list(self._conditions(response.text).values())
-        return sum(held) / len(held) if self.share else float(all(held))
+        satisfied = list(self._conditions(response.text).values())
+        return sum(satisfied) / len(satisfied) if self.share else float(all(satisfied))
 
     def _conditions(self, text: str) -> Mapping[str, bool]:
-        held: dict[str, bool] = {}
+        satisfied: dict[str, bool] = {}
         if self.pattern is not None:
-            regex = compiled(self.pattern)
+            regex = compile_pattern(self.pattern)
             find = regex.search if self.search else regex.fullmatch
-            held["pattern"] = patiently(lambda: find(text if self.search else text.strip()) is not None, False)
+            satisfied["pattern"] = with_time_limit(lambda: find(text if self.search else text.strip()) is not None, False)
         if self.tags:
-            held["tags"] = has_tags(text, self.tags, self.only_tags)
+            satisfied["tags"] = has_tags(text, self.tags, self.only_tags)
         if self.json or self.schema:
-            is_json, value = read_json(visible(text) or "")
-            held["json"] = is_json
+            is_json, value = read_json(strip_thinking(text) or "")
+            satisfied["json"] = is_json
             if self.schema:
-                held["schema"] = is_json and patiently(lambda: fits(value, self.schema), False)
-        return held
+                satisfied["schema"] = is_json and with_time_limit(lambda: fits(value, self.schema), False)
+        return satisfied
 
 
 def has_tags(text: str, tags: list[str], only: bool = False) -> bool:

@@ -29,7 +29,7 @@ class Grader:
 
     def __init__(self, child: ManagedProcess) -> None:
         self._child = child
-        self._owes_answer = False
+        self._awaits_answer = False
         self._part = ""
 
     @classmethod
@@ -59,7 +59,7 @@ class Grader:
     @property
     def usable(self) -> bool:
         """Whether it accepts jobs."""
-        return not (self._owes_answer or self._child.killed or self._child.exit.done())
+        return not (self._awaits_answer or self._child.killed or self._child.exit.done())
 
     async def ask(self, job: bytes, deadline_s: float) -> ipc.GraderScored | ipc.GraderFailed:
         """The answer to a job; raises `ScoreFailure` if the process hangs or dies."""
@@ -92,11 +92,11 @@ class Grader:
             raise RunError(f"a grader process cannot load reward {source.label!r}: {answer.reason}")
 
     async def _exchange(self, payload: bytes, deadline_s: float) -> ipc.Answer:
-        self._owes_answer = True
+        self._awaits_answer = True
         self._part = ""
         self._child.writer.write(frame(payload))
         answer = await self._receive(deadline_s)
-        self._owes_answer = False
+        self._awaits_answer = False
         return answer
 
     async def _receive(self, deadline_s: float) -> ipc.Answer:

@@ -26,10 +26,10 @@ from roll.reward.base import (
     Result,
     RewardFn,
     answer_of,
-    entering,
     is_deterministic,
     name_of,
     normalise,
+    on_part_start,
 )
 from roll.reward.domains import ByDomain
 from roll.reward.ipc import (
@@ -42,7 +42,7 @@ from roll.reward.ipc import (
     GraderSetUp,
     write_answer,
 )
-from roll.reward.model_reward import Said, said
+from roll.reward.model_reward import RoleScores, role_scores
 
 COMMAND = command("roll.reward.grader_main")
 
@@ -67,38 +67,40 @@ def serve(stream: BinaryIO) -> None:
         write_answer(stream, _refusal(error))
         return
     write_answer(stream, GraderReady())
-    entering.set(lambda part: write_answer(stream, GraderEntered(part)))
+    on_part_start.set(lambda part: write_answer(stream, GraderEntered(part)))
     pid = os.getpid()
     while (job := read_payload(stream)) is not None:
-        answer, ran_out = judge(function, job)
+        answer, out_of_memory = judge_job(function, job)
         if os.getpid() != pid:  # the function forked, and the copy of this process reached this code
             return
-        if ran_out and isinstance(answer, GraderFailed):
-            why = f"it took more memory than reward.memory_mb={setup.memory_mb} allows: {answer.reason}"
-            answer = replace(answer, reason=why if setup.memory_mb else answer.reason, is_last=memory.is_short())
+        if out_of_memory and isinstance(answer, GraderFailed):
+            memory_reason = f"it took more memory than reward.memory_mb={setup.memory_mb} allows: {answer.reason}"
+            answer = replace(
+                answer, reason=memory_reason if setup.memory_mb else answer.reason, is_last=memory.is_short()
+            )
         write_answer(stream, answer)
         if isinstance(answer, GraderFailed):
             log_failure(answer.detail)
 
 
-def judge(function: RewardFn, job: bytes) -> tuple[Answer, bool]:
+def judge_job(function: RewardFn, job: bytes) -> tuple[Answer, bool]:
     """The answer to a pickled job, whatever the function raises or returns, and whether it ran out of memory."""
     try:
-        task, response, known, votes = pickle.loads(job)
+        task, response, known_scores, votes = pickle.loads(job)
     except BaseException as error:
         return GraderFailed(
             "raised", f"the task cannot be read in the grader process: {reason(error)}", detail(error)
         ), False
-    return judged(function, task, response, known, votes)
+    return judge_attempt(function, task, response, known_scores, votes)
 
 
-def judged(
-    function: RewardFn, task: Task, response: Response, known: Said | None = None, votes: bool = False
+def judge_attempt(
+    function: RewardFn, task: Task, response: Response, known_scores: RoleScores | None = None, votes: bool = False
 ) -> tuple[GraderScored | GraderFailed, bool]:
-    """The same for an unpickled job; `known` has the scores of model roles; with `votes` it includes the extracted
-    answer."""
+    """The answer to an unpickled job, and whether it ran out of memory; `known_scores` has the scores of model roles;
+    with `votes` it includes the extracted answer."""
     started = time.perf_counter()
-    said.set(known or {})
+    role_scores.set(known_scores or {})
     try:
         result = function(task, response)
         seconds = time.perf_counter() - started
@@ -120,8 +122,8 @@ def judged(
 
 def _who(function: RewardFn, task: Task) -> str:
     """The name of the function in a message; for rewards of several domains, that of the task's domain."""
-    own = function.of(task.domain) if isinstance(function, ByDomain) else function
-    return f"the reward function {name_of(own or function)!r}"
+    domain_reward = function.of(task.domain) if isinstance(function, ByDomain) else function
+    return f"the reward function {name_of(domain_reward or function)!r}"
 
 
 def _failed(error: BaseException) -> tuple[GraderFailed, bool]:

@@ -16,15 +16,15 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from roll.config.secrets import KNOWN, redacted
 
-_MOST_BYTES = 2 << 20
+_MAX_ANSWER_BYTES = 2 << 20
 """Maximum size of an answer: parsed JSON may take forty times as much memory."""
 _READ_BYTES = 1 << 16
-_MOST_TOLD_BYTES = 8192
-_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+_MAX_ERROR_BYTES = 8192
+_RETRY_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 """HTTP statuses after which a retry may succeed."""
 
 
-_BROKEN = (OSError, ValueError, RecursionError, http.client.HTTPException)
+_SERVER_ERRORS = (OSError, ValueError, RecursionError, http.client.HTTPException)
 """Exceptions for a server that cannot be reached or whose answer is invalid."""
 
 
@@ -72,32 +72,32 @@ class HttpClient:
     def send(self, payload: Any, read: Callable[[Any], Any] = lambda answer: answer) -> Any:
         """The server's answer, converted by `read`; a `ValueError` of `read` counts as a broken server."""
         body = json.dumps(payload, default=str).encode()
-        ends_s = time.monotonic() + self.deadline_s
+        end_s = time.monotonic() + self.deadline_s
         wait_s = self.backoff_s
         for tries_left in reversed(range(self.tries)):
             try:
-                return read(self._once(body, max(ends_s - time.monotonic(), 0.01)))
+                return read(self._post_once(body, max(end_s - time.monotonic(), 0.01)))
             except urllib.error.HTTPError as error:
-                problem = f"status {error.code}: {_told(error)}"
-                if error.code not in _AGAIN:
+                problem = f"status {error.code}: {_error_text(error)}"
+                if error.code not in _RETRY_STATUSES:
                     raise HttpFailure(KNOWN.redact(f"{self.url} answered with {problem}")) from None
-            except _BROKEN as error:  # unreachable, late, not HTTP, not JSON, or not the expected answer
+            except _SERVER_ERRORS as error:  # unreachable, late, not HTTP, not JSON, or not the expected answer
                 problem = f"{type(error).__name__}: {error}"
-            if not tries_left or time.monotonic() + wait_s >= ends_s:
+            if not tries_left or time.monotonic() + wait_s >= end_s:
                 break
             time.sleep(wait_s)
             wait_s *= 2
-        tried = self.tries - tries_left
-        said = f"{self.url} gave no answer in {tried} {'try' if tried == 1 else 'tries'}: {problem}"
-        raise HttpFailure(KNOWN.redact(said))
+        attempts = self.tries - tries_left
+        message = f"{self.url} gave no answer in {attempts} {'try' if attempts == 1 else 'tries'}: {problem}"
+        raise HttpFailure(KNOWN.redact(message))
 
-    def _once(self, body: bytes, timeout_s: float) -> Any:
+    def _post_once(self, body: bytes, timeout_s: float) -> Any:
         address, login = _without_login(self.url)
         headers = {"Content-Type": "application/json", **login, **self._headers()}
         request = urllib.request.Request(address, body, headers)
-        ends_s = time.monotonic() + timeout_s
+        end_s = time.monotonic() + timeout_s
         with _OPENER.open(request, timeout=timeout_s) as answer:
-            content = _all_of(answer, ends_s)
+            content = _read_all(answer, end_s)
         return KNOWN.cleared(json.loads(content))
 
     def _headers(self) -> dict[str, str]:
@@ -108,14 +108,14 @@ class HttpClient:
         return {"Authorization": f"Bearer {os.environ[self.token_env]}", **self.headers}
 
 
-def _all_of(answer: IO[bytes], ends_s: float) -> bytes:
+def _read_all(answer: IO[bytes], end_s: float) -> bytes:
     """An answer's content. The socket timeout restarts with every byte, so the whole answer has a deadline too."""
     content = b""
     while piece := answer.read1(_READ_BYTES):  # type: ignore[attr-defined]
         content += piece
-        if len(content) > _MOST_BYTES:
-            raise ValueError(f"the answer is longer than {_MOST_BYTES >> 20} MiB")
-        if time.monotonic() > ends_s:
+        if len(content) > _MAX_ANSWER_BYTES:
+            raise ValueError(f"the answer is longer than {_MAX_ANSWER_BYTES >> 20} MiB")
+        if time.monotonic() > end_s:
             raise TimeoutError("the answer did not end in time")
     return content
 
@@ -130,10 +130,10 @@ def _without_login(url: str) -> tuple[str, dict[str, str]]:
     return urlunsplit(parts._replace(netloc=host)), {"Authorization": f"Basic {encoded}"}
 
 
-def _told(error: urllib.error.HTTPError) -> str:
+def _error_text(error: urllib.error.HTTPError) -> str:
     try:
-        told = error.read(_MOST_TOLD_BYTES).decode(errors="replace").strip()
+        text = error.read(_MAX_ERROR_BYTES).decode(errors="replace").strip()
         # redacted before it is cut: a part of a secret would not be recognised
-        return KNOWN.redact(told)[:500] or str(error.reason)
+        return KNOWN.redact(text)[:500] or str(error.reason)
     except OSError:
         return str(error.reason)

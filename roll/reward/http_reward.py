@@ -34,10 +34,10 @@ class HttpReward:
     """Whether the service always judges the same response the same, so that verdicts may be cached."""
 
     def __post_init__(self) -> None:
-        self._post()
+        self._client()
 
     def __call__(self, task: Task, response: Response) -> Mapping[str, float]:
-        asked = {
+        payload = {
             "task": {
                 "id": task.id,
                 "domain": task.domain,
@@ -47,8 +47,8 @@ class HttpReward:
             },
             "response": {"text": response.text, "tokens": response.tokens, "finish": response.finish},
         }
-        verdict: Verdict = self._post().send(asked, normalise)
+        verdict: Verdict = self._client().send(payload, normalise)
         return {"reward": verdict.reward, **verdict.parts}
 
-    def _post(self) -> HttpClient:
+    def _client(self) -> HttpClient:
         return HttpClient(self.url, self.headers, self.token_env, self.tries, self.backoff_s, self.timeout_s)

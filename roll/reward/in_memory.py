@@ -7,7 +7,7 @@ from typing import Any
 
 from roll.config.errors import UserError
 from roll.reward.base import RewardFn
-from roll.reward.builtin import OF_ROLES
+from roll.reward.builtin import ROLE_REWARDS
 from roll.reward.compose import Composed, WeightedPart
 from roll.reward.factory import callable_reward, check_built_in, make
 
@@ -18,11 +18,11 @@ def compose_given(parts: Mapping[str, Mapping[str, Any]], functions: Mapping[str
     return Composed({name: WeightedPart(**part) for name, part in parts.items()}, rewards)
 
 
-def refuse_roles(parts: Mapping[str, Mapping[str, Any]]) -> None:
+def check_no_roles(parts: Mapping[str, Mapping[str, Any]]) -> None:
     """Refuses parts that a role's model gives: roles are queried before the grader, which does not work with
     functions."""
     for name, part in parts.items():
-        if part.get("name") in OF_ROLES:
+        if part.get("name") in ROLE_REWARDS:
             raise UserError(
                 f"reward.parts.{name} is {part['name']}, whose value a role's model gives, and it cannot be combined "
                 "with functions: name those as 'file.py:name'"

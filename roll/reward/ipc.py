@@ -1,10 +1,10 @@
 """IPC between the pool and a grader process: length-prefixed, pickled frames.
 
 The pool sends a `GraderSetUp`, and the process answers `GraderReady` or `GraderRefused`. Then the pool sends a job, a
-pickled `(task, response, said, votes)`, where `said` has the scores of model roles and `votes` requests the extracted
-answer. The process answers `GraderScored` or `GraderFailed`, after a `GraderEntered` for each part of a composed reward.
-There is one job at a time, so answers need no number. Answers contain only numbers and strings: the pool never unpickles
-a user's type.
+pickled `(task, response, role_scores, votes)`, where `role_scores` has the scores of model roles and `votes` requests the
+extracted answer. The process answers `GraderScored` or `GraderFailed`, after a `GraderEntered` for each part of a
+composed reward. There is one job at a time, so answers need no number. Answers contain only numbers and strings: the pool
+never unpickles a user's type.
 """
 
 from __future__ import annotations

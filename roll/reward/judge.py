@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 
 from roll.config.suggest import did_you_mean
 from roll.data.task import Message, Response, Task
-from roll.reward.extract import visible
+from roll.reward.extract import strip_thinking
 from roll.reward.judge_role import RoleJudge
 from roll.reward.openai_client import OpenAIClient, check_sampling
 
@@ -41,14 +41,14 @@ wrong with the answer, then end with a line `Score: N`, where N is from {low} (u
 reference).
 """
 
-VOTING = 0.7
+VOTING_TEMPERATURE = 0.7
 """Default temperature of replies that must differ."""
 
 _NAMES = ("question", "answer", "response", "low", "high")
-_PLACE = re.compile(r"\{([A-Za-z_]\w*)\}")
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 _VALUE = r"(-?[0-9]+(?:\.[0-9]+)?)"
 _SCORE = re.compile(rf"\b(?:score|rating|grade|verdict)\b[\s*_`:=]*(?:is\b[\s*_`:]*)?{_VALUE}", re.IGNORECASE)
-_ALONE = re.compile(rf"\s*{_VALUE}\s*")
+_NUMBER_ALONE = re.compile(rf"\s*{_VALUE}\s*")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Judge:
     deterministic = False
 
     def __post_init__(self) -> None:
-        for name in _PLACE.findall(self.rubric):
+        for name in _PLACEHOLDER.findall(self.rubric):
             if name not in _NAMES:
                 known = ", ".join(f"{{{known}}}" for known in _NAMES)
                 raise ValueError(f"rubric has {{{name}}}, but takes {known}{did_you_mean(name, _NAMES)}")
@@ -105,29 +105,29 @@ class Judge:
     def messages(self, task: Task, response: Response) -> list[Message]:
         """The conversation that asks for a verdict. Placeholders inside the response are not filled in."""
         answer = "(none given)" if task.answer is None else str(task.answer)
-        values = {"question": task.question, "answer": answer, "response": visible(response.text) or "(no answer)"}
+        values = {"question": task.question, "answer": answer, "response": strip_thinking(response.text) or "(no answer)"}
         values |= {"low": f"{self.low:g}", "high": f"{self.high:g}"}
-        text = _PLACE.sub(lambda place: values[place[1]], self.rubric)
-        asked = Message(role="user", content=text)
-        return [Message(role="system", content=self.system), asked] if self.system else [asked]
+        text = _PLACEHOLDER.sub(lambda match: values[match[1]], self.rubric)
+        message = Message(role="user", content=text)
+        return [Message(role="system", content=self.system), message] if self.system else [message]
 
     def read(self, reply: str) -> float | None:
         """The last verdict of a reply after its thinking, scaled to 0..1 (for words: their values), or None."""
-        reply = visible(reply) or ""
+        reply = strip_thinking(reply) or ""
         if self.words:
             pattern = "|".join(re.escape(word) for word in sorted(self.words, key=len, reverse=True))
-            said = re.findall(rf"(?<!\w)(?:{pattern})(?!\w)", reply, re.IGNORECASE)
+            words = re.findall(rf"(?<!\w)(?:{pattern})(?!\w)", reply, re.IGNORECASE)
             values = {word.casefold(): float(value) for word, value in self.words.items()}
-            return values[said[-1].casefold()] if said else None
-        alone = _ALONE.fullmatch(reply)
+            return values[words[-1].casefold()] if words else None
+        alone = _NUMBER_ALONE.fullmatch(reply)
         scores = [alone[1]] if alone else _SCORE.findall(reply)
         if not scores or not self.low <= float(scores[-1]) <= self.high:
             return None
         return (float(scores[-1]) - self.low) / (self.high - self.low)
 
-    def heat(self, asked: float | None, attempt: int = 0) -> float:
+    def temperature_of(self, requested: float | None, attempt: int = 0) -> float:
         """The temperature of an attempt. A single vote is greedy unless it is repeated; several votes must differ."""
-        return asked if asked is not None else 0.0 if self.votes == 1 and not attempt else VOTING
+        return requested if requested is not None else 0.0 if self.votes == 1 and not attempt else VOTING_TEMPERATURE
 
     def _vote(self, messages: Sequence[Message]) -> float | str:
         """A verdict, or the last reply if none had one."""
@@ -162,19 +162,22 @@ def judge(
     timeout_s: float = 30.0,
 ) -> Judge | RoleJudge:
     """A judge behind an OpenAI-compatible server; without a `url`, the role `judge`."""
-    asked = Judge(_nobody, rubric, system, low, high, words or {}, votes, combine, tries)
+    rubric_judge = Judge(_no_model, rubric, system, low, high, words or {}, votes, combine, tries)
     if url:
         if not model:
             raise ValueError("model is missing: write the model's name at the server")
-        return replace(asked, ask=OpenAIClient(url, model, asked.heat(temperature), max_tokens, token_env, timeout_s).ask)
+        return replace(
+            rubric_judge,
+            ask=OpenAIClient(url, model, rubric_judge.temperature_of(temperature), max_tokens, token_env, timeout_s).ask,
+        )
     for name, value in (("model", model), ("token_env", token_env)):
         if value:
             raise ValueError(f"{name} is {value!r}, which is for a server: write its url too, or remove {name}")
     check_sampling(temperature, max_tokens)
     if timeout_s <= 0:
         raise ValueError(f"timeout_s is {timeout_s:g}, but takes a number > 0")
-    return RoleJudge(asked, temperature, max_tokens, timeout_s)
+    return RoleJudge(rubric_judge, temperature, max_tokens, timeout_s)
 
 
-def _nobody(messages: Sequence[Message]) -> str:
-    raise LookupError("this judge has nobody to ask")
+def _no_model(messages: Sequence[Message]) -> str:
+    raise LookupError("this judge has no model to ask")

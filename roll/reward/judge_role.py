@@ -28,19 +28,21 @@ class RoleJudge:
     deterministic: ClassVar[bool] = True
 
     def __call__(self, task: Task, response: Response) -> Mapping[str, float]:
-        raise LookupError("the role judge was not asked: this reward is given where a run has that role")
+        raise LookupError(
+            "the role judge gave no score for this attempt: this reward works only in a run that has that role"
+        )
 
     async def ask(self, task: Task, response: Response, models: ScoreBackend) -> Mapping[str, float]:
         """Requests all votes at once; votes without a verdict are repeated up to `tries` times."""
         messages = self.judge.messages(task, response)
         votes: list[float | str] = [""] * self.judge.votes
         for attempt in range(self.judge.tries):
-            temperature = self.judge.heat(self.temperature, attempt)
+            temperature = self.judge.temperature_of(self.temperature, attempt)
             missing = [number for number, vote in enumerate(votes) if isinstance(vote, str)]
             if not missing or (attempt and not temperature):  # a greedy judge would repeat its reply
                 break
-            drawing = JudgeSampling(tuple(_seed(messages, n, attempt) for n in missing), temperature, self.max_tokens)
-            for number, reply in zip(missing, await models.replies(messages, drawing, self.timeout_s), strict=True):
+            sampling = JudgeSampling(tuple(_seed(messages, n, attempt) for n in missing), temperature, self.max_tokens)
+            for number, reply in zip(missing, await models.replies(messages, sampling, self.timeout_s), strict=True):
                 verdict = self.judge.read(reply)
                 votes[number] = reply if verdict is None else verdict
         return self.judge.verdict(votes)

@@ -15,7 +15,7 @@ class Length:
     """Shaping by length, in one of three ways.
 
     `target`: 1 at that length, decreasing on both sides to 0 at a distance of `ramp`. `budget`: 1 up to that length, then
-    decreasing to 0 over `ramp`. `overlong`: 0 while `ramp` or more is left to that length, then decreasing to -1 at and
+    decreasing to 0 over `ramp`. `overlong`: 0 up to `ramp` before that length, then decreasing to -1 at and
     beyond it. With `overlong: 100, ramp: 20` a response of 80 tokens gets 0, one of 90 gets -0.5, one of 100 or 300 gets
     -1.
     """
@@ -44,14 +44,14 @@ class Length:
             raise ValueError(f"ramp is {self.ramp}, more than overlong={self.overlong}: write a shorter ramp")
 
     def __call__(self, task: Task, response: Response) -> float:
-        size = measure(response, self.unit)
+        length = measure(response, self.unit)
         if self.target:
-            return max(0.0, 1 - abs(size - self.target) / (self.ramp or self.target))
+            return max(0.0, 1 - abs(length - self.target) / (self.ramp or self.target))
         if self.budget:
-            beyond = size - self.budget
+            beyond = length - self.budget
             return 1.0 if beyond <= 0 else max(0.0, 1 - beyond / self.ramp) if self.ramp else 0.0
-        left = self.overlong - size
-        return -1.0 if left <= 0 else min(0.0, left / self.ramp - 1) if self.ramp else 0.0
+        remaining = self.overlong - length
+        return -1.0 if remaining <= 0 else min(0.0, remaining / self.ramp - 1) if self.ramp else 0.0
 
 
 def measure(response: Response, unit: Unit) -> int:

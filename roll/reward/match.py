@@ -11,8 +11,8 @@ from difflib import SequenceMatcher
 from typing import Literal
 
 from roll.data.task import Response, Task
-from roll.reward.extract import Place, check_place, extract, plain
-from roll.reward.time_limit import patiently
+from roll.reward.extract import AnswerLocation, check_find, extract, normalise_text
+from roll.reward.time_limit import with_time_limit
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Exact:
     """1 if the answer that the text states is the task's, else 0; if the text states none, the whole text is the answer.
     Surrounding white space, and its amount between words, does not matter."""
 
-    find: Place = "stated"
+    find: AnswerLocation = "stated"
     """Where the answer is: `stated` (the first of tag, box, `####` and final statement that exists, otherwise the whole
     text), `text` (all of it), `last_line`, `boxed`, `answer` (the last `<answer>…</answer>`)."""
     pattern: str | None = None
@@ -32,7 +32,7 @@ class Exact:
     deterministic = True
 
     def __post_init__(self) -> None:
-        check_place(self.find, self.pattern)
+        check_find(self.find, self.pattern)
 
     @property
     def quick(self) -> bool:
@@ -41,22 +41,22 @@ class Exact:
 
     def __call__(self, task: Task, response: Response) -> float:
         answers = self._answers(task)
-        return float(any(found in answers for found in self._found(response)))
+        return float(any(found in answers for found in self._normalised_texts(response)))
 
     def answer_of(self, task: Task, response: Response) -> str | None:
         """The normalised text at the answer's position."""
-        return next(iter(self._found(response)), None)
+        return next(iter(self._normalised_texts(response)), None)
 
-    def _found(self, response: Response) -> list[str]:
+    def _normalised_texts(self, response: Response) -> list[str]:
         found = extract(response.text, self.find, self.pattern)
-        return [plain(each, self.ignore_case, self.ignore_punctuation) for each in found]
+        return [normalise_text(each, self.ignore_case, self.ignore_punctuation) for each in found]
 
     def check_answer(self, task: Task) -> bool:
         """Always checks: raises `ValueError` if there is no answer, or nothing of it is left to compare."""
         return bool(_comparable(task, self._answers(task)))
 
     def _answers(self, task: Task) -> list[str]:
-        return [plain(answer, self.ignore_case, self.ignore_punctuation) for answer in answers_of(task)]
+        return [normalise_text(answer, self.ignore_case, self.ignore_punctuation) for answer in answers_of(task)]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Fuzzy:
     """Lower similarity counts as 0."""
     all_or_nothing: bool = False
     """Whether similarity at or above the threshold counts as 1."""
-    find: Place = "stated"
+    find: AnswerLocation = "stated"
     """As in `exact`."""
     pattern: str | None = None
     """As in `exact`."""
@@ -80,7 +80,7 @@ class Fuzzy:
     deterministic = True
 
     def __post_init__(self) -> None:
-        check_place(self.find, self.pattern)
+        check_find(self.find, self.pattern)
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold is {self.threshold:g}, but takes a number from 0 to 1")
         if self.all_or_nothing and not self.threshold:
@@ -89,7 +89,7 @@ class Fuzzy:
     def __call__(self, task: Task, response: Response) -> float:
         answers = self._answers(task)
         found = extract(response.text, self.find, self.pattern)
-        texts = [plain(each, self.ignore_case, self.ignore_punctuation) for each in found]
+        texts = [normalise_text(each, self.ignore_case, self.ignore_punctuation) for each in found]
         measure = likeness_by_words if self.by == "words" else likeness_by_characters
         likeness = max((measure(answer, text) for answer in answers for text in texts), default=0.0)
         if likeness < self.threshold:
@@ -101,7 +101,7 @@ class Fuzzy:
         return bool(_comparable(task, self._answers(task)))
 
     def _answers(self, task: Task) -> list[str]:
-        return [plain(answer, self.ignore_case, self.ignore_punctuation) for answer in answers_of(task)]
+        return [normalise_text(answer, self.ignore_case, self.ignore_punctuation) for answer in answers_of(task)]
 
 
 def answers_of(task: Task) -> list[str]:
@@ -115,10 +115,10 @@ def answers_of(task: Task) -> list[str]:
 def _comparable(task: Task, answers: list[str]) -> list[str]:
     """The normalised answers, validated: an empty answer would reward saying nothing, and an answer of punctuation marks
     is empty if punctuation is ignored."""
-    for given, left in zip(answers_of(task), answers, strict=True):
+    for given, normalised in zip(answers_of(task), answers, strict=True):
         if not given.strip():
             raise ValueError(f"the answer of task {task.id!r}, {given!r}, is empty: write what is right, or skip the row")
-        if not left:
+        if not normalised:
             raise ValueError(
                 f"the answer of task {task.id!r}, {given!r}, has no letter or digit, but ignore_punctuation is true: "
                 "write ignore_punctuation: false"
@@ -135,4 +135,4 @@ def likeness_by_words(a: str, b: str) -> float:
 
 def likeness_by_characters(a: str, b: str) -> float:
     """Twice the matching characters divided by all characters (difflib); 0 if the comparison takes too long."""
-    return patiently(SequenceMatcher(None, a, b, autojunk=False).ratio, 0.0)
+    return with_time_limit(SequenceMatcher(None, a, b, autojunk=False).ratio, 0.0)

@@ -1,8 +1,8 @@
 """Converts mathematics in free text to LaTeX that math-verify parses. Pure functions of text.
 
 `tidy` removes markup around an expression (dollars, emphasis) and replaces Unicode symbols by LaTeX. `expression_in`
-finds the expression in a sentence. `is_listed`, `sides` and `has_words` detect answers that state more than one thing, of
-which math-verify would choose the part that fits.
+finds the expression in a sentence. `lists_several`, `equation_sides` and `has_words` detect answers that state more than
+one thing, of which math-verify would choose the part that fits.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ _NAMED = re.compile(
     r"|\\(?:theta|alpha|beta|gamma|phi|lambda|mu|angle\s?\w{1,3})"
 )
 _FORMULA = re.compile(r"(?<!\\)\$\$?([^$\n]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_REFUSED_BEFORE = re.compile(r"(?:\bnot|n't|\bnever|\bneither|\bnor|≠|!=)\W{0,4}$", re.IGNORECASE)
+_DENIED_BEFORE = re.compile(r"(?:\bnot|n't|\bnever|\bneither|\bnor|≠|!=)\W{0,4}$", re.IGNORECASE)
 _JOINED = re.compile(r"\b(?:and|or)\b")
 _LISTED_BETWEEN = re.compile(r"[ \t,;]*(?:or|and|nor|to)?[ \t,;]*", re.IGNORECASE)
 
@@ -155,19 +155,19 @@ def has_words(text: str) -> bool:
     return any(word.lower() not in _FUNCTIONS and not word.isupper() for word in _WORD.findall(bare))
 
 
-def unmarked(text: str) -> str:
+def expand_text_commands(text: str) -> str:
     """The text, with LaTeX text commands replaced by their content."""
     return _TEXT.sub(r" \1 ", text)
 
 
-def outside_text(text: str) -> str:
+def without_text_commands(text: str) -> str:
     """The text without LaTeX text commands and without the words that join several answers."""
     return _JOINED.sub(" ", _TEXT.sub(" ", text))
 
 
-def joined(text: str) -> str:
+def without_joining_words(text: str) -> str:
     """The text with LaTeX text commands replaced by their content, without the words that join several answers."""
-    return _JOINED.sub(" ", unmarked(text))
+    return _JOINED.sub(" ", expand_text_commands(text))
 
 
 def is_letters(text: str) -> bool:
@@ -180,15 +180,15 @@ def words(text: str) -> str:
     return " ".join(re.findall(r"[^\W_]+", _TEXT.sub(r" \1 ", text).casefold()))
 
 
-def is_listed(text: str) -> bool:
+def lists_several(text: str) -> bool:
     """Whether it names several things, by a comma, `or`, `and` or a gap between numbers, outside brackets."""
-    flat = _outside_brackets(unmarked(text))
+    flat = _outside_brackets(expand_text_commands(text))
     return bool("," in flat or _OR.search(flat) or re.search(r"\d\s+-?\d", flat) or re.search(r"\\pm|\\mp|/\s*/", flat))
 
 
 def bare_base(text: str) -> str:
     """A numeral and its base without brackets and spaces: `1010_2` for `1010_{2}` and `1010_{\\text{2}}`."""
-    return re.sub(r"[\s{}()]", "", unmarked(text))
+    return re.sub(r"[\s{}()]", "", expand_text_commands(text))
 
 
 def is_computed(text: str) -> bool:
@@ -202,18 +202,18 @@ def is_computed(text: str) -> bool:
     )
 
 
-def sides(text: str) -> list[str]:
+def equation_sides(text: str) -> list[str]:
     """The sides of an equation, without those that only name the unknown: `3 + 4` and `7` for `x = 3 + 4 = 7`. The whole
     text, if it is not exactly one equation."""
-    if is_listed(text):
+    if lists_several(text):
         return [text]
     parts = [part.strip() for part in _SIDE.split(text)]
     if len(parts) == 1 or any(re.search(r"\\[lgn]eq?(?![a-zA-Z])|[<>]|\\in(?![a-zA-Z])", part) for part in parts):
         return [text]
     if not all(parts):
         return [parts[-1]] if parts[-1] and not any(parts[:-1]) else [text]
-    told = [part for part in parts if not _NAMED.fullmatch(part)]
-    return told or [parts[-1]]
+    values = [part for part in parts if not _NAMED.fullmatch(part)]
+    return values or [parts[-1]]
 
 
 def expression_in(text: str) -> str | None:
@@ -228,7 +228,7 @@ def expression_in(text: str) -> str | None:
     if formulas:
         last = formulas[-1]
         listed = len(formulas) > 1 and _LISTED_BETWEEN.fullmatch(text, formulas[-2].end(), last.start())
-        if listed or _REFUSED_BEFORE.search(text[max(0, last.start() - 12) : last.start()]):
+        if listed or _DENIED_BEFORE.search(text[max(0, last.start() - 12) : last.start()]):
             return None
         if not re.search(r"\d", text[last.end() :]):
             return tidy(next(group for group in last.groups() if group is not None))

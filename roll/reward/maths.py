@@ -10,32 +10,40 @@ from fractions import Fraction
 from typing import Any
 
 from roll.data.task import Response, Task
-from roll.reward.extract import first_sentence, last_box, last_tag, marked, stated, statement, visible
+from roll.reward.extract import (
+    final_statement,
+    first_sentence,
+    last_box,
+    last_tag,
+    marked_answer,
+    stated_answer,
+    strip_thinking,
+)
 from roll.reward.math_text import (
     LONGEST,
     bare_base,
+    equation_sides,
+    expand_text_commands,
     expression_in,
     has_words,
     is_computed,
     is_letters,
-    is_listed,
-    joined,
-    outside_text,
-    sides,
+    lists_several,
     tidy,
-    unmarked,
+    without_joining_words,
+    without_text_commands,
     without_unit,
     words,
 )
 from roll.reward.numbers import plain_number
 from roll.reward.numerals import Numeral, read_number
 
-_PLACES = 6
+_DECIMAL_PLACES = 6
 """Decimal places in which numbers must agree, as in math-verify: 0.333333 is a third, 0.33 is not."""
-_TOWER = re.compile(r"\d[\s})]{0,3}(?:(?:\^|\*\*)[\s{(]{0,3}\d{1,9}[\s})]{0,3}){3}|!\s?\)?\s?!")
+_POWER_TOWER = re.compile(r"\d[\s})]{0,3}(?:(?:\^|\*\*)[\s{(]{0,3}\d{1,9}[\s})]{0,3}){3}|!\s?\)?\s?!")
 """A power of a power of a power, or a factorial of a factorial: computing one may use all memory before the timeout. It
 is right only if the gold answer is written the same."""
-_MOST_SIDES = 4
+_MAX_SIDES = 4
 """Maximum number of sides of an equation."""
 
 
@@ -56,7 +64,7 @@ class Math:
             raise ValueError(f"step_s is {self.step_s}, but takes a whole number ≥ 1")
 
     def __call__(self, task: Task, response: Response) -> float:
-        gold = _gold(task)
+        gold = _gold_answer(task)
         if not _is_plain(gold) and not _parsed(gold, self.step_s):
             raise ValueError(f"{_answer(task)}, is not something math-verify can read: {_ADVICE}")
         attempt = attempt_in(response.text, self.boxed)
@@ -68,14 +76,14 @@ class Math:
         attempt = attempt_in(response.text, self.boxed)
         if not attempt:
             return None
-        told = sides(attempt)[-1]
-        number = _number(told)
+        value = equation_sides(attempt)[-1]
+        number = _number(value)
         if number is not None and number.value is not None:
             return plain_number(number.value / (100 if number.percent else 1))
-        if is_letters(told):
-            return words(told)
-        parsed = _parse(told, self.step_s)
-        return _written(parsed[0]) if parsed else "".join(told.split())
+        if is_letters(value):
+            return words(value)
+        parsed = _parse(value, self.step_s)
+        return _written(parsed[0]) if parsed else "".join(value.split())
 
     def warm_up(self) -> None:
         """Imports what the first verdict would have to import."""
@@ -83,11 +91,11 @@ class Math:
 
     def check_answer(self, task: Task) -> bool:
         """Checks numbers and words here. For other answers, only judging can tell whether math-verify can parse them."""
-        return _is_plain(_gold(task))
+        return _is_plain(_gold_answer(task))
 
     def model_answer(self, task: Task) -> str:
         """A response that is right if any is."""
-        return rf"\boxed{{{_gold(task)}}}"
+        return rf"\boxed{{{_gold_answer(task)}}}"
 
 
 _ADVICE = "write a number or LaTeX, without words beside it, such as 9, \\frac{1}{2}, x^2+1, (1, 2) or \\text{Monday}"
@@ -95,17 +103,17 @@ _ADVICE = "write a number or LaTeX, without words beside it, such as 9, \\frac{1
 
 def attempt_in(text: str, boxed: bool = False) -> str | None:
     """The expression that a text gives as its answer, in tidy LaTeX, or None."""
-    shown = visible(text)
+    shown = strip_thinking(text)
     if shown is None:
         return None
     if boxed:
         tag = last_tag(shown, "answer")
         box = last_box(shown if tag is None else tag)
         return None if box is None or len(box) > LONGEST else tidy(box)
-    found = stated(shown)
+    found = stated_answer(shown)
     if found is None:
         return expression_in(_last_line(shown))
-    inner = statement(unmarked(found.text))
+    inner = final_statement(expand_text_commands(found.text))
     if inner is not None or found.source == "statement":
         return expression_in(first_sentence((inner or found).text))
     if found.source != "box":
@@ -116,22 +124,22 @@ def attempt_in(text: str, boxed: bool = False) -> str | None:
 def _last_line(text: str) -> str:
     """The last line with a digit or a formula, otherwise the last non-empty line."""
     lines = [line.strip() for line in text.splitlines() if line.strip(" \t*_`#")]
-    told = (
+    candidates = (
         line for line in reversed(lines) if any(c.isdigit() or c in "$\\" or c.isnumeric() for c in line.strip("\\[]"))
     )
-    return next(told, lines[-1] if lines else "")
+    return next(candidates, lines[-1] if lines else "")
 
 
-def _gold(task: Task) -> str:
+def _gold_answer(task: Task) -> str:
     """The task's answer in tidy LaTeX; raises `ValueError` if there is none, or none that a response could equal."""
     if task.answer is None or isinstance(task.answer, bool):
         raise ValueError(f"task {task.id!r} has no answer to compare with")
     text = str(task.answer)
-    found = marked(text)
+    found = marked_answer(text)
     gold = tidy(found.text if found else text)
     if not gold:
         raise ValueError(f"{_answer(task)}, is empty: {_ADVICE}")
-    if not _is_plain(gold) and has_words(outside_text(gold)):
+    if not _is_plain(gold) and has_words(without_text_commands(gold)):
         raise ValueError(f"{_answer(task)}, has words beside the mathematics, which no answer would equal: {_ADVICE}")
     return gold
 
@@ -159,22 +167,24 @@ def _equal(gold: str, attempt: str, step_s: int) -> bool:
         if found is not None:
             return _equal_numbers(number, found)
         attempt = without_unit(attempt)
-        if not is_computed(sides(attempt)[-1]):
+        if not is_computed(equation_sides(attempt)[-1]):
             return False
-    elif not has_words(unmarked(gold)):
+    elif not has_words(expand_text_commands(gold)):
         attempt = _without_word(attempt)
     if "".join(attempt.split()) == "".join(gold.split()):
         return True
-    if _TOWER.search(attempt):
+    if _POWER_TOWER.search(attempt):
         return False
     if re.search(r"\d\s?_", attempt):  # the base of a numeral, which math-verify does not parse
         return bare_base(gold) == bare_base(attempt)
-    if _says_more(gold, attempt) or (is_listed(attempt) and not _may_be_several(gold)):
+    if _has_extra_words(gold, attempt) or (lists_several(attempt) and not _may_be_several(gold)):
         return False
-    wanted, told = sides(gold), sides(attempt)
-    if len(wanted) > 1:
+    gold_sides, attempt_sides = equation_sides(gold), equation_sides(attempt)
+    if len(gold_sides) > 1:
         return _verified(gold, attempt, step_s)
-    return len(told) <= _MOST_SIDES and all(_verified(wanted[0], side, step_s) for side in reversed(told))
+    return len(attempt_sides) <= _MAX_SIDES and all(
+        _verified(gold_sides[0], side, step_s) for side in reversed(attempt_sides)
+    )
 
 
 def _equal_numbers(gold: Numeral, found: Numeral) -> bool:
@@ -183,16 +193,18 @@ def _equal_numbers(gold: Numeral, found: Numeral) -> bool:
     assert found.value is not None
     if gold.percent and not found.percent and gold.value == found.value:
         return True
-    wanted, told = gold.value / (100 if gold.percent else 1), found.value / (100 if found.percent else 1)
-    if wanted == told or (wanted.denominator == told.denominator == 1):
-        return wanted == told
-    near = abs(wanted - told) * 1000 <= abs(wanted)  # 0 is not 2e-7
-    return near and round(wanted, _PLACES) == round(told, _PLACES)
+    gold_value, found_value = gold.value / (100 if gold.percent else 1), found.value / (100 if found.percent else 1)
+    if gold_value == found_value or (gold_value.denominator == found_value.denominator == 1):
+        return gold_value == found_value
+    is_close = abs(gold_value - found_value) * 1000 <= abs(gold_value)  # 0 is not 2e-7
+    return is_close and round(gold_value, _DECIMAL_PLACES) == round(found_value, _DECIMAL_PLACES)
 
 
-def _says_more(gold: str, attempt: str) -> bool:
+def _has_extra_words(gold: str, attempt: str) -> bool:
     """Whether there are words besides the mathematics: of a language, or marked as text where the gold has no text."""
-    return has_words(outside_text(attempt)) or (has_words(joined(attempt)) and not has_words(unmarked(gold)))
+    return has_words(without_text_commands(attempt)) or (
+        has_words(without_joining_words(attempt)) and not has_words(expand_text_commands(gold))
+    )
 
 
 def _without_word(attempt: str) -> str:
@@ -202,7 +214,7 @@ def _without_word(attempt: str) -> str:
 
 
 def _may_be_several(gold: str) -> bool:
-    return is_listed(gold) or any(
+    return lists_several(gold) or any(
         mark in gold for mark in ("(", "[", "\\{", "\\pm", "\\cup", "\\begin", "<", ">", "\\le", "\\ge")
     )
 

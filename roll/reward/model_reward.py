@@ -1,6 +1,6 @@
-"""Rewards that a role's model gives: `reward_model`, and `judge` without a server.
+"""Rewards that a role's model computes: `reward_model`, and `judge` without a server.
 
-A grader process has no access to roles. So the reward worker asks them first (`ask`), and sends their scores with the
+A grader process has no access to roles. So the reward worker queries them first (`ask`), and sends their scores with the
 job; in the grader the part reads them (`PrecomputedScore`), and has weight, gate and metrics like any other part.
 """
 
@@ -14,13 +14,13 @@ from typing import ClassVar, Protocol, TypeAlias, TypeGuard
 
 from roll.data.task import Message, Response, Task
 from roll.reward.base import RewardFn
-from roll.reward.extract import visible
+from roll.reward.extract import strip_thinking
 
-Said: TypeAlias = Mapping[str, Mapping[str, float]]
+RoleScores: TypeAlias = Mapping[str, Mapping[str, float]]
 """The scores that roles gave an attempt: the values of each part, by the part's name ("" for a whole reward)."""
 
-said: ContextVar[Said] = ContextVar("said")
-"""The roles' scores of the attempt that is being judged."""
+role_scores: ContextVar[RoleScores] = ContextVar("said")
+"""The roles' scores of the attempt that the grader is judging."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ScoreBackend(Protocol):
         """The reward model's score of a conversation."""
         ...
 
-    async def replies(self, messages: Sequence[Message], drawing: JudgeSampling, timeout_s: float) -> list[str]:
+    async def replies(self, messages: Sequence[Message], sampling: JudgeSampling, timeout_s: float) -> list[str]:
         """The judge's replies to a conversation."""
         ...
 
@@ -78,11 +78,11 @@ class PrecomputedScore:
         self._reward = reward
 
     def __call__(self, task: Task, response: Response) -> Mapping[str, float]:
-        known = said.get({})
-        return known[self._part] if self._part in known else self._reward(task, response)
+        scores = role_scores.get({})
+        return scores[self._part] if self._part in scores else self._reward(task, response)
 
 
-def as_graded(part: str, reward: RewardFn) -> RewardFn:
+def for_grader(part: str, reward: RewardFn) -> RewardFn:
     """The reward in the form that a grader calls."""
     return PrecomputedScore(part, reward) if asks_role(reward) else reward
 
@@ -110,10 +110,12 @@ class ModelScore:
             raise ValueError(f"timeout_s is {self.timeout_s:g}, but takes a number > 0")
 
     def __call__(self, task: Task, response: Response) -> Mapping[str, float]:
-        raise LookupError("the role reward_model was not asked: this reward is given where a run has that role")
+        raise LookupError(
+            "the role reward_model gave no score for this attempt: this reward works only in a run that has that role"
+        )
 
     async def ask(self, task: Task, response: Response, models: ScoreBackend) -> Mapping[str, float]:
-        answer = Message(role="assistant", content=visible(response.text) or "")
+        answer = Message(role="assistant", content=strip_thinking(response.text) or "")
         score = await models.score([*task.messages, answer], self.timeout_s)
         value = self.scale * score + self.shift
         return {"reward": _sigmoid(value) if self.sigmoid else value, "score": score}

@@ -15,7 +15,7 @@ from roll.data.task import Response, Task
 from roll.process.child_main import reason
 from roll.process.structured_gather import structured_gather
 from roll.reward.base import ScoreFailure
-from roll.reward.model_reward import ModelBackedReward, Said, ScoreBackend, ScoreTimeout
+from roll.reward.model_reward import ModelBackedReward, RoleScores, ScoreBackend, ScoreTimeout
 from roll.reward.pool import pack
 
 
@@ -28,10 +28,10 @@ class ModelScoreClient:
         self._rewards = rewards
         self._models = models
         self._cache = cache
-        self._answers: OrderedDict[bytes, asyncio.Task[Said]] = OrderedDict()
+        self._answers: OrderedDict[bytes, asyncio.Task[RoleScores]] = OrderedDict()
         """By the bytes of the job, including those still awaited; the most recently used is last."""
 
-    async def said(self, task: Task, response: Response) -> Said:
+    async def scores(self, task: Task, response: Response) -> RoleScores:
         """The roles' scores of an attempt; empty if its reward needs none."""
         rewards = self._rewards.get(task.domain, self._rewards.get(None))
         if not rewards:
@@ -39,19 +39,19 @@ class ModelScoreClient:
         key = hashlib.blake2b(pack(task, response, {}), digest_size=16).digest()
         if key not in self._answers:
             self._answers[key] = asyncio.create_task(self._ask(rewards, task, response))
-            self._answers[key].add_done_callback(lambda asked: self._ended(key, asked))
+            self._answers[key].add_done_callback(lambda request: self._on_done(key, request))
         self._answers.move_to_end(key)
         # waits: every request has a deadline; a cancelled caller does not cancel it for the others
         return await asyncio.shield(self._answers[key])
 
     async def close(self) -> None:
-        asked = list(self._answers.values())
-        for each in asked:
-            each.cancel()
+        requests = list(self._answers.values())
+        for request in requests:
+            request.cancel()
         # waits: they were cancelled
-        await asyncio.gather(*asked, return_exceptions=True)
+        await asyncio.gather(*requests, return_exceptions=True)
 
-    async def _ask(self, rewards: Mapping[str, ModelBackedReward], task: Task, response: Response) -> Said:
+    async def _ask(self, rewards: Mapping[str, ModelBackedReward], task: Task, response: Response) -> RoleScores:
         answers = await structured_gather(self._part(part, reward, task, response) for part, reward in rewards.items())
         return dict(zip(rewards, answers, strict=True))
 
@@ -64,10 +64,10 @@ class ModelScoreClient:
         except (ValueError, LookupError) as error:
             raise ScoreFailure("raised", f"{where}{reason(error)}") from error
 
-    def _ended(self, key: bytes, asked: asyncio.Task[Said]) -> None:
+    def _on_done(self, key: bytes, request: asyncio.Task[RoleScores]) -> None:
         """Caches an answer and evicts the least recently used ones; a failure is not cached."""
-        if asked.cancelled() or asked.exception() is not None:
-            if self._answers.get(key) is asked:
+        if request.cancelled() or request.exception() is not None:
+            if self._answers.get(key) is request:
                 del self._answers[key]
             return
         surplus = len(self._answers) - self._cache

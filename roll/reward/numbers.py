@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from roll.data.task import Response, Task
-from roll.reward.extract import first_sentence, marked, stated, visible
+from roll.reward.extract import first_sentence, marked_answer, stated_answer, strip_thinking
 from roll.reward.numerals import LONGEST, Numeral, numerals, plain_numerals, read_number, tail_with_digits
 
 _LISTED = re.compile(r"[ \t]*(?:[,;&+*/-]|x|,?[ \t]*(?:or|and|to|nor|vs\.?))?[ \t(]*", re.IGNORECASE)
@@ -61,10 +61,10 @@ class Number:
 
 def given_number(text: str) -> Fraction | None:
     """The number that a text gives as its answer, or None."""
-    shown = visible(text)
+    shown = strip_thinking(text)
     if shown is None:
         return None
-    found = stated(shown)
+    found = stated_answer(shown)
     if found is None:
         return last_number(shown)
     if found.source == "statement":
@@ -115,7 +115,7 @@ def number_of(task: Task) -> Fraction:
     answer = task.answer
     if answer is not None and not isinstance(answer, bool):
         text = str(answer)
-        found = marked(text) if isinstance(answer, str) else None
+        found = marked_answer(text) if isinstance(answer, str) else None
         numeral = read_number(found.text if found else text)
         if numeral is not None and numeral.value is not None:
             return numeral.value

@@ -22,21 +22,21 @@ class OpenAIClient:
     timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
-        self._post()
+        self._client()
         check_sampling(self.temperature, self.max_tokens)
 
     def ask(self, messages: Sequence[Message]) -> str:
         """The model's reply."""
-        asked = {
+        payload = {
             "model": self.model,
             "messages": list(messages),
             "temperature": self.temperature,
             "max_tokens": self.max_tokens,
         }
-        reply: str = self._post().send(asked, _reply)
+        reply: str = self._client().send(payload, _reply)
         return reply
 
-    def _post(self) -> HttpClient:
+    def _client(self) -> HttpClient:
         address = f"{self.url.rstrip('/')}/chat/completions"
         return HttpClient(address, token_env=self.token_env, deadline_s=self.timeout_s)
 

@@ -24,8 +24,8 @@ from roll.reward.base import ScoreFailure, Verdict
 from roll.reward.cache import VerdictCache
 from roll.reward.fair_queue import FairQueue
 from roll.reward.grader import Grader
-from roll.reward.grader_main import judged
-from roll.reward.model_reward import Said
+from roll.reward.grader_main import judge_attempt
+from roll.reward.model_reward import RoleScores
 from roll.reward.reward_spec import RewardSpec
 from roll.reward.stats import GraderStats, Latency
 from roll.sandbox.cgroups import sweep
@@ -82,14 +82,14 @@ class GraderPool:
         self._graders: set[Grader] = set()
         self._idle: deque[Grader] = deque()
         self._fair_queue: FairQueue[Grader] = FairQueue()
-        self._replacing: set[asyncio.Task[None]] = set()
+        self._replacements: set[asyncio.Task[None]] = set()
         # starting more at once would slow each other beyond the start deadline
         self._starts = asyncio.Semaphore(os.cpu_count() or 1)
-        self._ended: RunError | None = RunError("the grader pool was not started")
+        self._end_error: RunError | None = RunError("the grader pool was not started")
         self._counts: Counter[str] = Counter()
         self._latency: defaultdict[str, Latency] = defaultdict(Latency)
         self._verdicts = Latency()
-        self._taken = GraderStats()
+        self._last_stats = GraderStats()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -102,30 +102,34 @@ class GraderPool:
 
     async def start(self) -> None:
         """Starts all processes and loads the reward function in each. Raises `UserError` if it cannot be loaded."""
-        self._ended = None
+        self._end_error = None
         try:
             graders = await structured_gather(self._start_grader() for _ in range(self._workers))
         except BaseException:
             await self.close()
             raise
         for grader in graders:
-            self._hand_on(grader)
+            self._assign(grader)
 
-    async def score(self, task: Task, response: Response, said: Said | None = None, *, votes: bool = False) -> Verdict:
-        """Judges an attempt. `said` has the scores that model roles gave it; with `votes` the verdict includes the
+    async def score(
+        self, task: Task, response: Response, role_scores: RoleScores | None = None, *, votes: bool = False
+    ) -> Verdict:
+        """Judges an attempt. `role_scores` has the scores that model roles gave it; with `votes` the verdict includes the
         extracted answer. The call may be cancelled at any time without harm to the pool."""
         self._raise_if_ended()
         quick = self._quick.get(self._source.key_of(task.domain))
         if quick is not None and len(response.text) <= QUICK_CHARS:
-            return self._verdict(task, judged(quick, task, response, said, votes)[0])
-        job = pack(task, response, said or {}, votes)
-        if (kept := self._kept(job)) is not None:
-            return kept
+            return self._verdict(task, judge_attempt(quick, task, response, role_scores, votes)[0])
+        job = pack(task, response, role_scores or {}, votes)
+        if (cached := self._cached_verdict(job)) is not None:
+            return cached
         for tries_left in reversed(range(self._tries)):
-            grader = await self._take(task.domain, ahead=tries_left < self._tries - 1)
+            grader = await self._acquire(task.domain, at_front=tries_left < self._tries - 1)
             try:
-                if (kept := self._kept(job)) is not None:  # an identical sibling was judged while this one waited
-                    return kept
+                if (
+                    cached := self._cached_verdict(job)
+                ) is not None:  # an identical sibling was judged while this one waited
+                    return cached
                 answer = await grader.ask(job, self._deadline_s)
             except ScoreFailure as failure:
                 self._raise_if_ended()
@@ -135,14 +139,14 @@ class GraderPool:
                 times = f" ({self._tries} tries)" if self._tries > 1 else ""
                 raise ScoreFailure(failure.kind, f"{failure.reason}{times}") from None
             finally:
-                self._give_back(grader, task.domain)
+                self._release(grader, task.domain)
             verdict = self._verdict(task, answer)
             if isinstance(answer, ipc.GraderScored) and answer.deterministic:
                 self._cache.put(job, verdict)
             return verdict
         raise AssertionError("tries is at least 1")
 
-    def count(self, failure: ScoreFailure) -> None:
+    def count_failure(self, failure: ScoreFailure) -> None:
         """Counts a verdict that failed before any grader had the job."""
         self._counts[failure.kind] += 1
 
@@ -154,13 +158,13 @@ class GraderPool:
     def take_stats(self) -> GraderStats:
         """Counts since the last call."""
         now = self.stats()
-        since, self._taken = now - self._taken, now
+        since, self._last_stats = now - self._last_stats, now
         return since
 
     async def close(self) -> None:
         """Kills all processes and waits until they have ended. Waiting calls get a `RunError`. May be called again."""
         self._end(RunError("the grader pool was closed"))
-        replacing = list(self._replacing)
+        replacing = list(self._replacements)
         for replacement in replacing:
             replacement.cancel()
         # waits: they were cancelled
@@ -169,9 +173,9 @@ class GraderPool:
         await asyncio.gather(*(self._retire(grader) for grader in graders))
         sweep()
 
-    async def _take(self, domain: str, ahead: bool) -> Grader:
+    async def _acquire(self, domain: str, at_front: bool) -> Grader:
         """Takes a grader for one job: the longest idle one, or, if none is idle, the one that the fair queue assigns to
-        the domain. With `ahead`, the job goes to the front of its domain's queue."""
+        the domain. With `at_front`, the job goes to the front of its domain's queue."""
         started = asyncio.get_running_loop().time()
         while True:
             self._raise_if_ended()
@@ -179,52 +183,52 @@ class GraderPool:
                 grader = self._idle.popleft()
                 self._fair_queue.begin(domain)
             else:
-                grader = await self._wait_in_queue(domain, ahead)
+                grader = await self._wait_in_queue(domain, at_front)
             if grader.usable:
-                self._took(f"{domain}/wait", asyncio.get_running_loop().time() - started)
+                self._add_latency(f"{domain}/wait", asyncio.get_running_loop().time() - started)
                 return grader
             self._fair_queue.end(domain)
-            self._replace(grader)  # it died while idle: no job is to blame
-            ahead = True
+            self._replace(grader)  # it died while idle: no job caused that
+            at_front = True
 
-    async def _wait_in_queue(self, domain: str, ahead: bool) -> Grader:
-        turn = self._fair_queue.wait(domain, ahead)
+    async def _wait_in_queue(self, domain: str, at_front: bool) -> Grader:
+        waiter = self._fair_queue.enqueue(domain, at_front)
         try:
             # waits: every process belongs to a call with a deadline, or is being replaced in bounded time
-            return await turn
+            return await waiter
         except asyncio.CancelledError:
             # the grader was already assigned to this call
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self._give_back(turn.result(), domain)
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self._release(waiter.result(), domain)
             raise
 
-    def _give_back(self, grader: Grader, domain: str) -> None:
+    def _release(self, grader: Grader, domain: str) -> None:
         self._fair_queue.end(domain)
         if grader.usable:
-            self._hand_on(grader)
+            self._assign(grader)
         else:
             self._replace(grader)
 
-    def _hand_on(self, grader: Grader) -> None:
+    def _assign(self, grader: Grader) -> None:
         """Gives a free grader to the next job in the fair queue, or marks it idle."""
-        if self._ended is not None:
+        if self._end_error is not None:
             return
-        following = self._fair_queue.next()
+        following = self._fair_queue.pop()
         if following is None:
             self._idle.append(grader)
             return
-        domain, turn = following
+        domain, waiter = following
         self._fair_queue.begin(domain)
-        turn.set_result(grader)
+        waiter.set_result(grader)
 
     def _replace(self, grader: Grader) -> None:
         """Kills a grader at once and starts its replacement in the background."""
         grader.kill()
-        if self._ended is not None:
+        if self._end_error is not None:
             return
         task = asyncio.create_task(self._replacement(grader))
-        self._replacing.add(task)
-        task.add_done_callback(self._replacing.discard)
+        self._replacements.add(task)
+        task.add_done_callback(self._replacements.discard)
 
     async def _replacement(self, grader: Grader) -> None:
         await self._retire(grader)
@@ -237,7 +241,7 @@ class GraderPool:
                     self._end(RunError(f"no grader process starts any more ({_START_TRIES} tries): {error}"))
             else:
                 self._counts["restarts"] += 1
-                self._hand_on(fresh)
+                self._assign(fresh)
                 return
 
     async def _start_grader(self) -> Grader:
@@ -253,17 +257,17 @@ class GraderPool:
         self._graders.discard(grader)
 
     def _end(self, error: RunError) -> None:
-        """From now on every call fails with the error, including waiting ones. The first error is kept."""
-        self._ended = self._ended or error
+        """Makes every later and every waiting call fail with the error. The first error is kept."""
+        self._end_error = self._end_error or error
         self._idle.clear()
-        for turn in self._fair_queue.clear():
-            turn.set_exception(RunError(str(self._ended)))
+        for waiter in self._fair_queue.clear():
+            waiter.set_exception(RunError(str(self._end_error)))
 
     def _raise_if_ended(self) -> None:
-        if self._ended is not None:
-            raise RunError(str(self._ended))
+        if self._end_error is not None:
+            raise RunError(str(self._end_error))
 
-    def _kept(self, job: bytes) -> Verdict | None:
+    def _cached_verdict(self, job: bytes) -> Verdict | None:
         verdict = self._cache.get(job)
         self._counts["hits"] += verdict is not None
         return verdict
@@ -275,21 +279,21 @@ class GraderPool:
             raise ScoreFailure(answer.kind, answer.reason, answer.detail)
         self._counts["scored"] += 1
         self._verdicts += Latency(1, answer.seconds)
-        self._took(f"{task.domain}/verdict", answer.seconds)
+        self._add_latency(f"{task.domain}/verdict", answer.seconds)
         for part, seconds in answer.parts_s.items():
-            self._took(f"{task.domain}/part/{part}", seconds)
+            self._add_latency(f"{task.domain}/part/{part}", seconds)
         return answer.verdict
 
-    def _took(self, what: str, seconds: float) -> None:
+    def _add_latency(self, what: str, seconds: float) -> None:
         self._latency[what] += Latency(1, seconds)
 
 
-def pack(task: Task, response: Response, said: Said, votes: bool = False) -> bytes:
+def pack(task: Task, response: Response, role_scores: RoleScores, votes: bool = False) -> bytes:
     """The job as bytes. Types of `__main__` are pickled by value, because an answer may be of any type."""
     import cloudpickle
 
     try:
-        job: bytes = cloudpickle.dumps((task, response, said, votes))
+        job: bytes = cloudpickle.dumps((task, response, role_scores, votes))
     except Exception as error:
         reason = f"task {task.id!r} cannot be sent to a grader process: {type(error).__name__}: {error}"
         raise ScoreFailure("raised", reason) from error

@@ -11,9 +11,9 @@ from typing import Any
 from roll.data.reasoning_gym import make_puzzles
 from roll.data.task import Response, Task
 from roll.reward.extract import extract
-from roll.reward.time_limit import patiently
+from roll.reward.time_limit import with_time_limit
 
-_LONGEST = 1 << 16
+_MAX_CHARS = 1 << 16
 """Maximum characters of an answer."""
 _EXPONENT = re.compile(r"[\d.][eE][+-]?[\d_]{5,}")
 """A numeral such as 1e999999999: a verifier that writes it out takes minutes that no timer interrupts."""
@@ -31,15 +31,15 @@ class ReasoningGym:
     deterministic = True
 
     def __call__(self, task: Task, response: Response) -> float:
-        made_by = _made_by(task)
-        puzzles, entry = _puzzles(*made_by[:-1]), _entry(*made_by)
+        arguments = _generation_arguments(task)
+        puzzles, entry = _puzzles(*arguments[:-1]), _entry(*arguments)
         answers = [answer for each in extract(response.text, "stated") if (answer := each.strip())]
         score = max((_score(puzzles, entry, answer) for answer in answers), default=0.0)
         return score if score > self.wrong and (self.partial or score >= 1) else 0.0
 
     def check_answer(self, task: Task) -> bool:
         """Checks that the task says how its puzzle is generated. The verifier itself handles the puzzle's answer."""
-        return bool(_made_by(task))
+        return bool(_generation_arguments(task))
 
     def warm_up(self) -> None:
         """Imports the package, which takes a second or more."""
@@ -49,19 +49,19 @@ class ReasoningGym:
 def _score(puzzles: Any, entry: Any, answer: str) -> float:
     """The verifier's score; 0 if the verifier fails on the answer or takes too long: verifiers parse, and some compute,
     answers unchecked."""
-    if len(answer) > _LONGEST or _EXPONENT.search(answer):
+    if len(answer) > _MAX_CHARS or _EXPONENT.search(answer):
         return 0.0
     try:
-        return patiently(lambda: float(puzzles.score_answer(answer, entry)), 0.0)
+        return with_time_limit(lambda: float(puzzles.score_answer(answer, entry)), 0.0)
     except Exception:
         return 0.0
 
 
-def _made_by(task: Task) -> tuple[str, str, int, int, int]:
+def _generation_arguments(task: Task) -> tuple[str, str, int, int, int]:
     """How a task's puzzle is generated."""
     try:
-        made = task.info
-        return made["family"], json.dumps(made["parameters"]), made["seed"], made["size"], made["index"]
+        info = task.info
+        return info["family"], json.dumps(info["parameters"]), info["seed"], info["size"], info["index"]
     except KeyError as error:
         raise ValueError(
             f"task {task.id!r} does not say how its puzzle is made (no {error}): the reward reasoning_gym judges tasks "

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from roll.config.errors import UserError
 from roll.reward.base import RewardFn, is_quick, reads_answers
 from roll.reward.builtin import BUILTINS
-from roll.reward.compose import ComposedRule, asked_of_roles, check_rule, compose, warm_up
+from roll.reward.compose import ComposedRule, check_rule, compose, model_backed_rewards, warm_up
 from roll.reward.domains import ByDomain
 from roll.reward.factory import callable_reward, make
 from roll.reward.model_reward import ModelBackedReward
@@ -73,8 +73,8 @@ class RewardSpec:
     def reads_answers(self, domain: str) -> bool:
         """Whether the reward of a domain's tasks can extract the answer of a response."""
         function = self._function()
-        own = function.of(domain) if isinstance(function, ByDomain) else function
-        return own is not None and reads_answers(own)
+        domain_reward = function.of(domain) if isinstance(function, ByDomain) else function
+        return domain_reward is not None and reads_answers(domain_reward)
 
     def check(self) -> None:
         """Loads the reward in this process: a wrong name or option is then reported before the run starts."""
@@ -102,7 +102,7 @@ class RewardSpec:
         """The rewards that judge separately: each part of a rule, or a function."""
         found: list[SourcePart] = []
         if self.pickled is not None:
-            found.append(SourcePart(None, "reward", self._trained(), replace(self, sets={})))
+            found.append(SourcePart(None, "reward", self._training_reward(), replace(self, sets={})))
         for domain, rule in self._rules().items():
             setting = _setting(domain) if domain is not None else "reward"
             named = {f"{setting}.parts.{name}": (part.name, part.options) for name, part in rule.parts.items()}
@@ -111,11 +111,11 @@ class RewardSpec:
                 found.append(SourcePart(domain, where, reward, RewardSpec(name, self.root, ComposedRule(name, options))))
         return found
 
-    def asked_of_roles(self) -> dict[str | None, dict[str, ModelBackedReward]]:
+    def model_backed_rewards(self) -> dict[str | None, dict[str, ModelBackedReward]]:
         """The parts that model roles score before the grader gets the job, by domain; None stands for all other
         domains."""
-        asked = {domain: asked_of_roles(rule) for domain, rule in self._rules().items()}
-        return {domain: parts for domain, parts in asked.items() if parts or domain in self.sets}
+        rewards = {domain: model_backed_rewards(rule) for domain, rule in self._rules().items()}
+        return {domain: parts for domain, parts in rewards.items() if parts or domain in self.sets}
 
     def _quick(self, rule: ComposedRule) -> RewardFn | None:
         if not rule.names <= BUILTINS.keys():
@@ -131,11 +131,13 @@ class RewardSpec:
 
     def _function(self) -> RewardFn:
         if not self.sets:
-            return self._trained()
-        own = {domain: compose(rule, root=self.root, where=_setting(domain)) for domain, rule in self.sets.items()}
-        return ByDomain(own, self._trained())
+            return self._training_reward()
+        set_rewards = {
+            domain: compose(rule, root=self.root, where=_setting(domain)) for domain, rule in self.sets.items()
+        }
+        return ByDomain(set_rewards, self._training_reward())
 
-    def _trained(self) -> RewardFn:
+    def _training_reward(self) -> RewardFn:
         """The reward of tasks outside evaluation sets with their own reward."""
         if self.rule is not None:
             return compose(self.rule, root=self.root)

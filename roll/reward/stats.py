@@ -73,28 +73,28 @@ class GraderStats:
     def __add__(self, other: GraderStats) -> GraderStats:
         names = {**self.latency, **other.latency}
         latency = {name: self.latency.get(name, Latency()) + other.latency.get(name, Latency()) for name in names}
-        asked = {**self.roles, **other.roles}
-        roles = {role: self.roles.get(role, RoleStats()) + other.roles.get(role, RoleStats()) for role in asked}
-        return GraderStats(**{name: a + b for name, a, b in self._beside(other)}, latency=latency, roles=roles)
+        role_names = {**self.roles, **other.roles}
+        roles = {role: self.roles.get(role, RoleStats()) + other.roles.get(role, RoleStats()) for role in role_names}
+        return GraderStats(**{name: a + b for name, a, b in self._paired_counts(other)}, latency=latency, roles=roles)
 
     def __sub__(self, earlier: GraderStats) -> GraderStats:
         """The statistics since `earlier`; those of roles are left out."""
-        latency = {name: took - earlier.latency.get(name, Latency()) for name, took in self.latency.items()}
-        return GraderStats(**{name: a - b for name, a, b in self._beside(earlier)}, latency=latency)
+        latency = {name: latency_now - earlier.latency.get(name, Latency()) for name, latency_now in self.latency.items()}
+        return GraderStats(**{name: a - b for name, a, b in self._paired_counts(earlier)}, latency=latency)
 
     def metrics(self) -> dict[str, float]:
         """As a run records them; latencies only if there were any."""
-        asked = self.scored + self.hits
+        judged = self.scored + self.hits
         values: dict[str, float] = {
             "graders/verdict_s": self.mean_s,
             "graders/failed": self.raised + self.deadline + self.crashed + self.invalid + self.unanswered,
             "graders/restarts": self.restarts,
-            "graders/cache_hits": self.hits / asked if asked else 0.0,
+            "graders/cache_hits": self.hits / judged if judged else 0.0,
         }
         for role, stats in self.roles.items():
             values |= stats.metrics(role)
-        return values | {f"graders/{name}_s": took.mean_s for name, took in self.latency.items() if took.count}
+        return values | {f"graders/{name}_s": mean.mean_s for name, mean in self.latency.items() if mean.count}
 
-    def _beside(self, other: GraderStats) -> list[tuple[str, Any, Any]]:
+    def _paired_counts(self, other: GraderStats) -> list[tuple[str, Any, Any]]:
         names = [each.name for each in fields(self) if each.name not in ("latency", "roles")]
         return [(name, getattr(self, name), getattr(other, name)) for name in names]

@@ -15,11 +15,11 @@ from typing import TypeVar
 
 R = TypeVar("R")
 
-PATIENCE_S = 1.0
+TIME_LIMIT_S = 1.0
 """CPU seconds for a search or a comparison; an honest text takes milliseconds. They are the process's own CPU time, so
 that a busy machine changes no verdict."""
 
-_AGAIN_S = 0.2
+_REPEAT_S = 0.2
 """Interval of further interrupts: Python drops exceptions raised in finalizers and garbage-collector callbacks."""
 
 
@@ -27,7 +27,7 @@ class TimeLimitReached(BaseException):
     """Judging took too long. A BaseException, so that a verifier's `except Exception` does not catch it."""
 
 
-def patiently(judge: Callable[[], R], otherwise: R, seconds: float | None = None) -> R:
+def with_time_limit(judge: Callable[[], R], default: R, seconds: float | None = None) -> R:
     """The result of `judge`, or `otherwise` if it takes longer than `seconds` (default `PATIENCE_S`).
 
     A timer interrupts it, which works only in a process's main thread, where graders judge; elsewhere there is no limit.
@@ -37,22 +37,26 @@ def patiently(judge: Callable[[], R], otherwise: R, seconds: float | None = None
         return judge()
     judging = True
 
-    def give_up(number: int, frame: FrameType | None) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
         if judging:
             raise TimeLimitReached
 
-    handler = signal.signal(signal.SIGVTALRM, give_up)
+    handler = signal.signal(signal.SIGVTALRM, interrupt)
     started_s = time.process_time()
-    left_s, interval_s = signal.setitimer(signal.ITIMER_VIRTUAL, PATIENCE_S if seconds is None else seconds, _AGAIN_S)
+    remaining_s, interval_s = signal.setitimer(
+        signal.ITIMER_VIRTUAL, TIME_LIMIT_S if seconds is None else seconds, _REPEAT_S
+    )
     try:
         try:
             return judge()
         finally:
             judging = False
     except TimeLimitReached:
-        return otherwise
+        return default
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, handler)
-        if left_s:
-            signal.setitimer(signal.ITIMER_VIRTUAL, max(left_s - (time.process_time() - started_s), 1e-3), interval_s)
+        if remaining_s:
+            signal.setitimer(
+                signal.ITIMER_VIRTUAL, max(remaining_s - (time.process_time() - started_s), 1e-3), interval_s
+            )

@@ -32,7 +32,7 @@ class FunctionCall:
 
     name: str
     arguments: Sequence[Any] = ()
-    named: Mapping[str, Any] = field(default_factory=dict)
+    keywords: Mapping[str, Any] = field(default_factory=dict)
     or_method: bool = False
     """Whether a method of the program's class `Solution` is called if there is no such function."""
 
@@ -59,7 +59,7 @@ def call_all(
 ) -> tuple[list[Result], ProgramResult]:
     """One result per call, in order, from one process. After a call that ends the process, the others fail."""
     requests = [
-        ["solve" if call.or_method else "call", call.name, list(call.arguments), dict(call.named)] for call in calls
+        ["solve" if call.or_method else "call", call.name, list(call.arguments), dict(call.keywords)] for call in calls
     ]
     stdin = b"".join(codec.dump(request, _not_plain) for request in requests)
     outcome = execute(sandbox, _serving(source, stdin), limits)

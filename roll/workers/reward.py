@@ -35,7 +35,7 @@ class RewardWorker(Worker):
         whose worker died."""
         super().__init__(place)
         self._models = ScorerClients(replies_at_once=replies_at_once, askers=place.world_size, patience_s=patience_s)
-        self._asking = ModelScoreClient(source.asked_of_roles(), self._models, config.cache)
+        self._asking = ModelScoreClient(source.model_backed_rewards(), self._models, config.cache)
         self._pool = GraderPool(
             source,
             workers=config.workers,
@@ -61,11 +61,11 @@ class RewardWorker(Worker):
     async def score(self, task: Task, response: Response, votes: bool = False) -> Verdict:
         """Scores a response; with `votes` the verdict includes the extracted answer. Raises `ScoreFailure`."""
         try:
-            said = await self._asking.said(task, response)
+            role_scores = await self._asking.scores(task, response)
         except ScoreFailure as failure:
-            self._pool.count(failure)
+            self._pool.count_failure(failure)
             raise
-        return await self._pool.score(task, response, said, votes=votes)
+        return await self._pool.score(task, response, role_scores, votes=votes)
 
     @dispatch(Dispatch.ONE)
     def take_stats(self) -> GraderStats:

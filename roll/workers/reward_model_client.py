@@ -133,14 +133,14 @@ class ScorerClients:
         async with self._queues["reward_model"].reserve(1) as rank:
             return await self._answer("reward_model", ask, rank, timeout_s)
 
-    async def replies(self, messages: Sequence[Message], drawing: JudgeSampling, timeout_s: float) -> list[str]:
+    async def replies(self, messages: Sequence[Message], sampling: JudgeSampling, timeout_s: float) -> list[str]:
         question = secrets.token_hex(8)
 
         async def ask(rank: int) -> list[str] | None:
             cluster = _there(self._scorers.judge, "judge")
-            return await cluster.call_rank(rank % len(cluster), JudgeWorker.replies, question, messages, drawing)
+            return await cluster.call_rank(rank % len(cluster), JudgeWorker.replies, question, messages, sampling)
 
-        async with self._queues["judge"].reserve(len(drawing.seeds)) as rank:
+        async with self._queues["judge"].reserve(len(sampling.seeds)) as rank:
             try:
                 return await self._answer("judge", ask, rank, timeout_s)
             except (ScoreTimeout, asyncio.CancelledError):

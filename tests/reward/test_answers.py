@@ -13,7 +13,7 @@ from roll.config import UserError
 from roll.data import Response, Task
 from roll.data.task import EnvSpec
 from roll.reward import RewardSpec
-from roll.reward.answers import MOST, AnswersChecked, check_answers
+from roll.reward.answers import MAX_JUDGED, AnswersChecked, check_answers
 from roll.reward.compose import ComposedRule, WeightedPart
 
 
@@ -62,7 +62,7 @@ def _one(answer: Any, info: dict[str, Any]) -> list[Task]:
 
 
 def test_of_several_faults_the_first_is_told_and_the_others_named() -> None:
-    with pytest.raises(UserError, match=r"task 'q1', 'a', is not.*\(and so it is with 4 more: 'q2', 'q3', 'q4' …\)$"):
+    with pytest.raises(UserError, match=r"task 'q1', 'a', is not.*\(the same holds for 4 more: 'q2', 'q3', 'q4' …\)$"):
         check_answers(RewardSpec.of("number"), tasks(1, "a", "b", "c", "d", "e"))
 
 
@@ -84,8 +84,8 @@ def test_tasks_of_environments_have_no_golds_to_check() -> None:
 
 
 def test_what_only_a_verdict_tells_is_tried_with_some_tasks_spread_evenly() -> None:
-    several = tasks(*(f"x^{number}+1" for number in range(2, MOST + 50)), *range(10))
-    assert check_answers(RewardSpec.of("math"), several) == AnswersChecked(MOST + 10, len(several))
+    several = tasks(*(f"x^{number}+1" for number in range(2, MAX_JUDGED + 50)), *range(10))
+    assert check_answers(RewardSpec.of("math"), several) == AnswersChecked(MAX_JUDGED + 10, len(several))
     assert str(AnswersChecked(256, 7473)) == "checked the answers of 256 of 7473 tasks"
     assert str(AnswersChecked(20, 20)) == "checked the answers of all 20 tasks"
 

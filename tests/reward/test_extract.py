@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.reward.extract import Stated, extract, first_sentence, last_box, last_tag, stated, visible
+from roll.reward.extract import Stated, extract, first_sentence, last_box, last_tag, stated_answer, strip_thinking
 
 
 @pytest.mark.parametrize(
@@ -33,15 +33,19 @@ from roll.reward.extract import Stated, extract, first_sentence, last_box, last_
     ],
 )
 def test_thinking_is_removed(text: str, shown: str | None) -> None:
-    assert visible(text) == shown
+    assert strip_thinking(text) == shown
 
 
 @given(st.text(), st.text())
 def test_what_follows_thinking_is_all_that_is_shown(thought: str, answer: str) -> None:
     if "<" in answer + thought or "[" in answer + thought:
         return
-    assert visible(f"<think>{thought}</think>{answer}") == visible(f"{thought}</think>{answer}") == answer.strip()
-    assert visible(f"{answer}<think>{thought}") is None
+    assert (
+        strip_thinking(f"<think>{thought}</think>{answer}")
+        == strip_thinking(f"{thought}</think>{answer}")
+        == answer.strip()
+    )
+    assert strip_thinking(f"{answer}<think>{thought}") is None
 
 
 @pytest.mark.parametrize(
@@ -67,7 +71,7 @@ def test_what_follows_thinking_is_all_that_is_shown(thought: str, answer: str) -
     ],
 )
 def test_the_answer_that_a_text_states(text: str, found: Stated | None) -> None:
-    assert stated(text) == found
+    assert stated_answer(text) == found
 
 
 @pytest.mark.parametrize(

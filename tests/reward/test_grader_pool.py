@@ -263,11 +263,11 @@ def test_a_cancelled_call_frees_its_process_whether_it_waited_or_ran() -> None:
 
 def test_a_call_cancelled_in_the_moment_its_turn_comes_passes_it_on() -> None:
     async def use(pool: GraderPool) -> None:
-        grader = await pool._take("default", ahead=False)
+        grader = await pool._acquire("default", at_front=False)
         first = asyncio.create_task(pool.score(do("give", 1), RESPONSE))
         second = asyncio.create_task(pool.score(do("give", 2), RESPONSE))
         await asyncio.sleep(0)
-        pool._give_back(grader, "default")  # to the first, which does not run before it is cancelled
+        pool._release(grader, "default")  # to the first, which does not run before it is cancelled
         first.cancel()
         assert (await second).reward == 2
         assert pool.stats().restarts == 0

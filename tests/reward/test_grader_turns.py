@@ -36,7 +36,7 @@ def test_turns_are_fair_between_domains_and_in_order_within_one(script: list[tup
         served: list[str] = []
         for move, what in script:
             if move in ("wait", "ahead"):
-                turn = turns.wait(what, ahead=move == "ahead")
+                turn = turns.enqueue(what, at_front=move == "ahead")
                 waiting[what].insert(0 if move == "ahead" else len(waiting[what]), turn)
             elif move == "cancel":
                 everyone = [(domain, turn) for domain, queue in waiting.items() for turn in queue]
@@ -48,7 +48,7 @@ def test_turns_are_fair_between_domains_and_in_order_within_one(script: list[tup
                 turns.end(running.pop(what % len(running)))
             elif move == "next":
                 expected = [domain for domain, queue in waiting.items() if queue]
-                got = turns.next()
+                got = turns.pop()
                 if not expected:
                     assert got is None
                     continue
@@ -65,7 +65,7 @@ def test_turns_are_fair_between_domains_and_in_order_within_one(script: list[tup
                 served.append(domain)
         left = list(turns.clear())
         assert sorted(map(id, left)) == sorted(id(turn) for queue in waiting.values() for turn in queue)
-        assert turns.next() is None
+        assert turns.pop() is None
 
     asyncio.run(main())
 
@@ -115,10 +115,10 @@ def test_a_job_of_each_of_many_domains_runs_before_a_second_of_any() -> None:
             await pool.score(do(domain, "give", 1), RESPONSE)
             finished.append(domain)
 
-        held = await pool._take("other", ahead=False)
+        held = await pool._acquire("other", at_front=False)
         jobs = [asyncio.create_task(job(domain)) for domain in "aaabbbccc"]
         await asyncio.sleep(0)
-        pool._give_back(held, "other")
+        pool._release(held, "other")
         await asyncio.gather(*jobs)
         assert finished == list("abcabcabc")
 

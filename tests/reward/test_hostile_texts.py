@@ -19,7 +19,7 @@ from roll.reward.compose import warm_up
 from roll.reward.factory import make
 from roll.reward.instructions import CONSTRAINTS
 from roll.reward.instructions.counting import sentences
-from roll.reward.time_limit import TimeLimitReached, patiently
+from roll.reward.time_limit import TimeLimitReached, with_time_limit
 
 HANGS_S = 60.0
 """A text that takes longer has hung its reward."""
@@ -61,7 +61,7 @@ def worth(name: str, text: str) -> float | None:
     """What the reward gives the text; None if it hangs."""
     reward, task = REWARDS[name]
     judge: Callable[[], float | None] = lambda: normalise(reward(task, Response(text, len(text), "stop"))).reward  # noqa: E731
-    return patiently(judge, None, HANGS_S)
+    return with_time_limit(judge, None, HANGS_S)
 
 
 @pytest.mark.parametrize("name", REWARDS)
@@ -104,7 +104,7 @@ MANY = "a" * 60
 def test_a_pattern_that_takes_too_long_does_not_match(
     name: str, options: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(time_limit, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(time_limit, "TIME_LIMIT_S", 0.1)
     assert make(name, options)(Task.ask("t", "?", "aab"), Response(text, 1, "stop")) == 0
 
 
@@ -118,8 +118,8 @@ def test_who_judges_in_time_is_not_interrupted_and_timers_go_on() -> None:
     before = signal.signal(signal.SIGVTALRM, lambda *_: rang.append(1))
     try:
         signal.setitimer(signal.ITIMER_VIRTUAL, 300)
-        assert patiently(lambda: 5, 0) == 5
-        assert patiently(compute_for_ever, 0, 0.05) == 0
+        assert with_time_limit(lambda: 5, 0) == 5
+        assert with_time_limit(compute_for_ever, 0, 0.05) == 0
         left_s, _ = signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         assert 200 < left_s < 300
         assert not rang
@@ -145,7 +145,10 @@ HOSTILE_MATHS = {
 def test_mathematics_that_cannot_be_computed_is_wrong(text: str) -> None:
     judge = make("math", {})
     warm_up(judge)
-    assert patiently(lambda: judge(Task.ask("t", "?", "7"), Response(HOSTILE_MATHS[text], 1, "stop")), None, HANGS_S) == 0
+    assert (
+        with_time_limit(lambda: judge(Task.ask("t", "?", "7"), Response(HOSTILE_MATHS[text], 1, "stop")), None, HANGS_S)
+        == 0
+    )
 
 
 def test_a_tower_that_is_written_as_the_answer_is_right() -> None:

@@ -152,7 +152,7 @@ def test_no_text_breaks_an_instruction(name: str, arguments: dict[str, Any], tex
         ("punctuation:no_comma", {"x": 1}, "unexpected keyword argument 'x'"),
         ("length_constraints:number_words", {"num_words": 3}, "missing a required argument: 'relation'"),
         ("length_constraints:number_words", {"num_words": 3, "relation": "exactly"}, "relation 'exactly' is not known"),
-        ("language:response_language", {"language": "de"}, "language 'de' cannot be told by its script"),
+        ("language:response_language", {"language": "de"}, "language 'de' cannot be recognised by its script"),
     ],
 )
 def test_what_cannot_be_checked_is_refused_by_name(name: str, arguments: dict[str, Any], says: str) -> None:

@@ -50,14 +50,14 @@ class Told(ScoreBackend):
 def asking(parts: dict[str, Any], models: ScoreBackend, cache: int = 16) -> tuple[ModelScoreClient, RewardSpec]:
     source = RewardSpec.of_config(RewardConfig.model_validate({"parts": parts}))
     source.check()
-    return ModelScoreClient(source.asked_of_roles(), models, cache), source
+    return ModelScoreClient(source.model_backed_rewards(), models, cache), source
 
 
 def verdict_of(parts: dict[str, Any], models: ScoreBackend) -> Verdict:
     async def main() -> Verdict:
         asks, source = asking(parts, models)
         async with GraderPool(source) as pool:
-            return await pool.score(TASK, RESPONSE, await asks.said(TASK, RESPONSE))
+            return await pool.score(TASK, RESPONSE, await asks.scores(TASK, RESPONSE))
 
     return asyncio.run(main())
 
@@ -116,11 +116,11 @@ def test_the_same_response_is_asked_about_once_also_while_it_is_awaited() -> Non
     async def main() -> None:
         models = Told(1.0, slow_s=0.05)
         asks, _ = asking({"liked": "reward_model"}, models, cache=1)
-        await asyncio.gather(*(asks.said(TASK, RESPONSE) for _ in range(3)))
-        await asks.said(TASK, RESPONSE)
+        await asyncio.gather(*(asks.scores(TASK, RESPONSE) for _ in range(3)))
+        await asks.scores(TASK, RESPONSE)
         assert len(models.scored) == 1
-        await asks.said(TASK, Response("No.", 1, "stop"))
-        await asks.said(TASK, RESPONSE)  # one answer is kept
+        await asks.scores(TASK, Response("No.", 1, "stop"))
+        await asks.scores(TASK, RESPONSE)  # one answer is kept
         assert len(models.scored) == 3
 
     asyncio.run(main())
@@ -130,7 +130,7 @@ def test_who_leaves_does_not_take_the_answer_from_others_and_a_failure_is_not_ke
     async def main() -> None:
         models = Told(1.0, slow_s=0.05)
         asks, _ = asking({"liked": "reward_model"}, models)
-        first, second = (asyncio.create_task(asks.said(TASK, RESPONSE)) for _ in range(2))
+        first, second = (asyncio.create_task(asks.scores(TASK, RESPONSE)) for _ in range(2))
         await asyncio.sleep(0.01)
         first.cancel()
         assert (await second)["liked"]["reward"] == 1
@@ -138,7 +138,7 @@ def test_who_leaves_does_not_take_the_answer_from_others_and_a_failure_is_not_ke
         other = Response("No.", 1, "stop")
         for _ in range(2):
             with pytest.raises(ScoreFailure):
-                await asks.said(TASK, other)
+                await asks.scores(TASK, other)
         assert len(models.scored) == 3
         await asks.close()
 
@@ -150,7 +150,7 @@ def test_a_reward_that_asks_no_role_asks_none() -> None:
         asks, _ = asking(
             {"right": "number", "good": {"name": "judge", "options": {"url": "http://x", "model": "m"}}}, Told()
         )
-        assert await asks.said(TASK, RESPONSE) == {}
+        assert await asks.scores(TASK, RESPONSE) == {}
 
     asyncio.run(main())
 
@@ -158,9 +158,9 @@ def test_a_reward_that_asks_no_role_asks_none() -> None:
 def test_a_whole_reward_may_be_a_roles() -> None:
     async def main() -> Verdict:
         source = RewardSpec.of_config(RewardConfig(name="reward_model", options={"sigmoid": True}))
-        asks = ModelScoreClient(source.asked_of_roles(), Told(2.0))
+        asks = ModelScoreClient(source.model_backed_rewards(), Told(2.0))
         async with GraderPool(source) as pool:
-            return await pool.score(TASK, RESPONSE, await asks.said(TASK, RESPONSE))
+            return await pool.score(TASK, RESPONSE, await asks.scores(TASK, RESPONSE))
 
     assert asyncio.run(main()).reward == pytest.approx(1 / (1 + math.exp(-2)))
 

@@ -55,7 +55,7 @@ def test_every_instruction_of_ifeval_is_known_and_takes_its_arguments() -> None:
             except ValueError as error:
                 refused.add(str(error).partition(";")[0])
     assert refused == {
-        f"language {language!r} cannot be told by its script" for language in ("de", "fi", "it", "pt", "sw", "vi")
+        f"language {language!r} cannot be recognised by its script" for language in ("de", "fi", "it", "pt", "sw", "vi")
     }
 
 

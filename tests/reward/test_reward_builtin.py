@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.data import Response, Task
-from roll.reward.math_text import expression_in, is_listed, sides, tidy, without_unit
+from roll.reward.math_text import equation_sides, expression_in, lists_several, tidy, without_unit
 from roll.reward.maths import Math, attempt_in
 from roll.reward.numbers import Number, given_number, last_number
 from roll.reward.numerals import VULGAR, numerals, plain_numerals, read_number
@@ -144,7 +144,7 @@ def test_a_list_of_numbers_gives_none_of_them(values: list[int], separator: str)
 def test_no_text_breaks_the_search(text: str) -> None:
     given_number(text)
     attempt_in(text)
-    sides(tidy(text))
+    equation_sides(tidy(text))
     without_unit(tidy(text))
     plain = plain_numerals(text)
     ends = [(numeral.start, numeral.end) for numeral in numerals(plain)]
@@ -265,7 +265,7 @@ def test_tidy(text: str, clean: str) -> None:
     ],
 )
 def test_sides(text: str, parts: list[str]) -> None:
-    assert sides(text) == parts
+    assert equation_sides(text) == parts
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_sides(text: str, parts: list[str]) -> None:
     ],
 )
 def test_is_listed(text: str, listed: bool) -> None:
-    assert is_listed(text) == listed
+    assert lists_several(text) == listed
 
 
 @pytest.mark.parametrize(

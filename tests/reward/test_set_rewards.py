@@ -83,9 +83,9 @@ def test_no_role_is_asked_about_a_set_whose_reward_asks_none() -> None:
 
     run = RewardSpec.of_config(RewardConfig(name="reward_model"))
     source = run.with_sets({"eval/text": RewardRule(name="exact")})
-    asking = ModelScoreClient(source.asked_of_roles(), Nobody())
-    assert asyncio.run(asking.said(task_of("eval/text"), Response("5", 1, "stop"))) == {}
-    assert source.asked_of_roles().keys() == {None, "eval/text"}
+    asking = ModelScoreClient(source.model_backed_rewards(), Nobody())
+    assert asyncio.run(asking.scores(task_of("eval/text"), Response("5", 1, "stop"))) == {}
+    assert source.model_backed_rewards().keys() == {None, "eval/text"}
 
 
 def test_the_answer_comes_with_the_verdict_only_where_it_is_asked_for(judges: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from roll.data.task import Response, Task
-from roll.reward.extract import visible
+from roll.reward.extract import strip_thinking
 from roll.reward.instructions.constraints import CONSTRAINTS, follows
 
 __all__ = ["CONSTRAINTS", "Instructions", "loosened"]
@@ -28,9 +28,9 @@ class Instructions:
     deterministic = True
 
     def __call__(self, task: Task, response: Response) -> dict[str, float]:
-        text = visible(response.text) or ""
-        held = [self._follows(text, name, arguments) for name, arguments in instructions_of(task)]
-        values = {"share": sum(held) / len(held), "all": float(all(held))}
+        text = strip_thinking(response.text) or ""
+        followed = [self._follows(text, name, arguments) for name, arguments in instructions_of(task)]
+        values = {"share": sum(followed) / len(followed), "all": float(all(followed))}
         return {"reward": values[self.score], **values}
 
     def check_answer(self, task: Task) -> bool:

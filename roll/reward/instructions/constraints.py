@@ -40,7 +40,7 @@ def _compared(count: int, relation: str, number: int) -> bool:
     raise ValueError(f"relation {relation!r} is not known: it is `at least` or `less than`")
 
 
-def _said(text: str, keyword: str) -> int:
+def _count_word(text: str, keyword: str) -> int:
     return len(re.findall(rf"(?<!\w){re.escape(keyword)}(?!\w)", text, re.IGNORECASE))
 
 
@@ -56,7 +56,7 @@ def _frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
 
 
 def _forbidden(text: str, forbidden_words: Sequence[str]) -> bool:
-    return not any(_said(text, word) for word in forbidden_words)
+    return not any(_count_word(text, word) for word in forbidden_words)
 
 
 def _letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:

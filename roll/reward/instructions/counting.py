@@ -8,7 +8,7 @@ _ABBREVIATIONS = re.compile(
     r"mr|mrs|ms|dr|prof|st|sr|jr|vs|etc|e\.?g|i\.?e|al|fig|no|vol|dept|inc|ltd|co|corp|est|approx|ca|cf|a\.m|p\.m|u\.[sk]|ph\.d"
     r"|jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec"
 )
-_NEAR = 80
+_CONTEXT_CHARS = 80
 """Characters before a full stop that decide whether it ends a sentence."""
 _SOMETHING = re.compile(r"\S")
 _END = re.compile(r"[.!?…。！？]+[\"'”’)\]*_]*(?=\s|\Z)|[。！？]")
@@ -29,7 +29,7 @@ def sentences(text: str) -> list[str]:
     lists do not end one."""
     found, start = [], 0
     for end in _END.finditer(text):
-        if end[0] == "." and _goes_on(text, start, end):
+        if end[0] == "." and _sentence_continues(text, start, end):
             continue
         found.append(text[start : end.end()])
         start = end.end()
@@ -48,15 +48,15 @@ def divided(text: str, divider: str) -> list[str]:
     return found[bool(not found[0]) : len(found) - bool(len(found) > 1 and not found[-1])]
 
 
-def _goes_on(text: str, start: int, end: re.Match[str]) -> bool:
+def _sentence_continues(text: str, start: int, end: re.Match[str]) -> bool:
     """Whether a sentence that began at `start` continues after this full stop. Only the text near it is examined."""
     stop = end.start()
-    near = text[max(start, stop - _NEAR) : stop]
-    if not near or near[-1].isspace():
+    context = text[max(start, stop - _CONTEXT_CHARS) : stop]
+    if not context or context[-1].isspace():
         return False
-    word = near.split()[-1].lstrip("(\"'“‘[*_").casefold()
+    word = context.split()[-1].lstrip("(\"'“‘[*_").casefold()
     if _ABBREVIATIONS.fullmatch(word) or re.fullmatch(r"[^\W\d_]", word):  # "e.g." or "J. S. Bach"
         return _SOMETHING.search(text, end.end()) is not None
-    _, line_end, line = near.rpartition("\n")
-    begins_here = bool(line_end) or len(near) == stop - start
+    _, line_end, line = context.rpartition("\n")
+    begins_here = bool(line_end) or len(context) == stop - start
     return begins_here and re.fullmatch(r"\s*(?:\d+|[a-z])", line, re.IGNORECASE) is not None  # "1. First"

@@ -38,7 +38,7 @@ _SCRIPTS = {
     "ur": "ARABIC",
     "zh": "CJK",
 }
-_BESIDE = {"ja": ("HIRAGANA", "KATAKANA", "CJK")}
+_FURTHER_SCRIPTS = {"ja": ("HIRAGANA", "KATAKANA", "CJK")}
 """Further scripts of a language."""
 
 
@@ -46,10 +46,12 @@ def is_written_in(text: str, language: str) -> bool:
     """Whether more than half of the letters are of the language's script. Raises `ValueError` if the script is
     ambiguous."""
     if language not in _SCRIPTS:
-        raise ValueError(f"language {language!r} cannot be told by its script; those that can: {', '.join(_SCRIPTS)}")
+        raise ValueError(
+            f"language {language!r} cannot be recognised by its script; languages that can: {', '.join(_SCRIPTS)}"
+        )
     letters = [unicodedata.name(character, "") for character in text if character.isalpha()]
-    own = _SCRIPTS[language]
-    scripts = _BESIDE.get(language, (own,))
-    return any(name.startswith(own) for name in letters) and (
+    script = _SCRIPTS[language]
+    scripts = _FURTHER_SCRIPTS.get(language, (script,))
+    return any(name.startswith(script) for name in letters) and (
         sum(name.startswith(scripts) for name in letters) * 2 > len(letters)
     )
