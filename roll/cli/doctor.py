@@ -110,7 +110,7 @@ def _sandbox() -> list[CheckResult]:
     if not found:
         return [CheckResult("sandbox", "none: programs of the model cannot be run", False, why)]
     best = found[0]
-    value = f"{best.held_by}, Python {best.python.version} ({best.python.path})"
+    value = f"{best.isolated_by}, Python {best.python.version} ({best.python.path})"
     count = "" if best.cgroups else f"{best.uncounted}: as root, or in a delegated group, it would be (docs/sandbox.md)"
     memory = CheckResult("sandbox memory", best.memory, advice=count)
     if best.missing:

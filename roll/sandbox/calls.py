@@ -61,12 +61,12 @@ def call_all(
     requests = [
         ["solve" if call.or_method else "call", call.name, list(call.arguments), dict(call.keywords)] for call in calls
     ]
-    stdin = b"".join(codec.dump(request, _not_plain) for request in requests)
-    outcome = execute(sandbox, _serving(source, stdin), limits)
+    stdin = b"".join(codec.dump(request, _reject_argument) for request in requests)
+    outcome = execute(sandbox, _solution_program(source, stdin), limits)
     lines = outcome.stdout.encode().splitlines(keepends=True)
     results = [_result(line) for line in lines[: len(calls)]]
-    ending = f"the program ended before it answered ({outcome.kind})"
-    return results + [CallFailed(ending)] * (len(calls) - len(results)), outcome
+    too_early = f"the program ended before it answered ({outcome.kind})"
+    return results + [CallFailed(too_early)] * (len(calls) - len(results)), outcome
 
 
 def check_all(
@@ -78,22 +78,22 @@ def check_all(
     """
     judge = f"from {inside('remote_tests')} import check\ncheck({setup!r}, {list(tests)!r}, {list(names)!r})"
     with contextlib.ExitStack() as closing:
-        asks, requests = os.pipe()
-        answers, answered = os.pipe()
-        closing.callback(os.close, requests)
-        closing.callback(os.close, answers)
-        program = _Beside(sandbox, _serving(source), limits, asks, answered)
+        requests_read, requests_write = os.pipe()
+        answers_read, answers_write = os.pipe()
+        closing.callback(os.close, requests_write)
+        closing.callback(os.close, answers_read)
+        program = _BackgroundProgram(sandbox, _solution_program(source), limits, requests_read, answers_write)
         closing.callback(program.end)
-        testing = Program(judge, modules=_TEST_MODULES)
-        tested = execute(sandbox, testing, limits, stdin=answers, stdout=requests)
+        tests_program = Program(judge, modules=_TEST_MODULES)
+        tests_result = execute(sandbox, tests_program, limits, stdin=answers_read, stdout=requests_write)
         outcome = program.end()
-    verdicts = tested.stderr.splitlines()[: len(tests)]
+    verdicts = tests_result.stderr.splitlines()[: len(tests)]
     reasons = ["" if verdict == "passed" else verdict for verdict in verdicts]
-    missing = f"the tests ended too early ({tested.kind})"
-    return reasons + [missing] * (len(tests) - len(reasons)), outcome
+    too_early = f"the tests ended too early ({tests_result.kind})"
+    return reasons + [too_early] * (len(tests) - len(reasons)), outcome
 
 
-class _Beside:
+class _BackgroundProgram:
     """A program that runs in a background thread until it is ended. It owns its descriptors: they are closed when it
     ends, so that the other ends of the pipes notice."""
 
@@ -110,7 +110,7 @@ class _Beside:
         if isinstance(self._ended, BaseException):
             raise self._ended
         if self._ended is None:
-            raise SandboxError(f"a program is still there {_END_S:g} s after it was killed")
+            raise SandboxError(f"a program is still running {_END_S:g} s after it was killed")
         return self._ended
 
     def _run(self, sandbox: Sandbox, program: Program, limits: Limits, stdin: int, stdout: int) -> None:
@@ -123,7 +123,7 @@ class _Beside:
             os.close(stdout)
 
 
-def _serving(source: str, stdin: bytes = b"") -> Program:
+def _solution_program(source: str, stdin: bytes = b"") -> Program:
     return Program(f"from {inside('solution')} import serve\nserve({source!r})", stdin, modules=_MODULES)
 
 
@@ -131,19 +131,19 @@ def _result(line: bytes) -> Result:
     """The result in a line, which the program may have written itself: never raises, and takes time linear in the
     line."""
     try:
-        answer = codec.load(line, _no_value)
+        answer = codec.load(line, _reject_stand_in)
     except ValueError as error:
         return CallFailed(str(error)[:_REASON_CHARS])
     if isinstance(answer, list) and len(answer) == 2 and answer[0] == "value":
         return CallReturned(answer[1])
-    told = answer[1:] if isinstance(answer, list) and answer[:1] == ["error"] else []
-    why = ": ".join(part for part in told if isinstance(part, str))
+    details = answer[1:] if isinstance(answer, list) and answer[:1] == ["error"] else []
+    why = ": ".join(part for part in details if isinstance(part, str))
     return CallFailed(why[:_REASON_CHARS] or "not an answer")
 
 
-def _not_plain(value: Any) -> NoReturn:
+def _reject_argument(value: Any) -> NoReturn:
     raise ValueError(f"a call's arguments must be plain values, and {value!r} is none")
 
 
-def _no_value(number: int, *what: Any) -> NoReturn:
+def _reject_stand_in(number: int, *what: Any) -> NoReturn:
     raise ValueError("what was returned is not a plain value")

@@ -22,7 +22,7 @@ from roll.sandbox.seccomp_filter import can_filter_calls
 _log = logging.getLogger(__name__)
 
 _TRY_S = 20.0
-_NEEDED = "import sys, os, ctypes, json, resource; print(sys.version.split()[0], sys.base_prefix, sep='\\n')"
+_VERSION_PROGRAM = "import sys, os, ctypes, json, resource; print(sys.version.split()[0], sys.base_prefix, sep='\\n')"
 _OLDEST = (3, 8)
 
 
@@ -34,22 +34,22 @@ class MissingLevel:
     why: str
 
 
-def best(weakest: Level = "plain", counted: bool = False) -> Sandbox:
+def best(weakest: Level = "plain", memory_counted: bool = False) -> Sandbox:
     """The strongest level that works on this machine, tried once per process; a weak one is logged as a warning. Raises
-    `SandboxError` if it is weaker than `weakest`, or, with `counted`, if the kernel does not account the memory of
+    `SandboxError` if it is weaker than `weakest`, or, with `memory_counted`, if the kernel does not account the memory of
     programs."""
-    found, why = _best()
-    if LEVELS.index(found.level) > LEVELS.index(weakest):
+    sandbox, why = _best()
+    if LEVELS.index(sandbox.level) > LEVELS.index(weakest):
         raise SandboxError(
-            f"the sandbox of this machine is {found.level}, and sandbox={weakest} is asked for ({why}): `roll doctor` "
-            f"says what to mend, or set sandbox={found.level}"
+            f"the sandbox of this machine is {sandbox.level}, but the setting is sandbox={weakest} ({why}): `roll "
+            f"doctor` says what to fix, or set sandbox={sandbox.level}"
         )
-    if counted and found.cgroups is None:
+    if memory_counted and sandbox.cgroups is None:
         raise SandboxError(
-            f"the kernel does not count the memory of programs on this machine ({found.uncounted}), and "
-            f"memory_counted=true is asked for: docs/sandbox.md says what it takes, or set memory_counted=false"
+            f"the kernel does not count the memory of programs on this machine ({sandbox.uncounted}), but "
+            f"the setting is memory_counted=true: docs/sandbox.md says what it takes, or set memory_counted=false"
         )
-    return found
+    return sandbox
 
 
 @functools.cache
@@ -62,7 +62,7 @@ def _best() -> tuple[Sandbox, str]:
             why.append(f"no {level}: {found.why}")
             continue
         if found.missing:
-            _log.warning("the sandbox is a %s: %s (`roll doctor` says more)", found.held_by, "; ".join(found.missing))
+            _log.warning("the sandbox is a %s: %s (`roll doctor` says more)", found.isolated_by, "; ".join(found.missing))
         return found, "; ".join(why)
     raise SandboxError(f"no sandbox works on this machine: {'; '.join(why)}")
 
@@ -75,18 +75,18 @@ def survey() -> list[Sandbox | MissingLevel]:
 def try_level(level: Level) -> Sandbox | MissingLevel:
     """A level that has just run a program, or why it could not."""
     try:
-        sandbox = _made(level)
-        found = cgroups.find()
-        if isinstance(found, cgroups.NoCgroups):
-            return _tried(replace(sandbox, uncounted=found.why))
-        counted = _tried(replace(sandbox, cgroups=found))
+        sandbox = _describe_level(level)
+        groups = cgroups.find()
+        if isinstance(groups, cgroups.NoCgroups):
+            return _try(replace(sandbox, uncounted=groups.why))
+        counted = _try(replace(sandbox, cgroups=groups))
         # where groups can be created but not joined
-        return counted if isinstance(counted, Sandbox) else _tried(replace(sandbox, uncounted=counted.why))
+        return counted if isinstance(counted, Sandbox) else _try(replace(sandbox, uncounted=counted.why))
     except (SandboxError, OSError) as error:
         return MissingLevel(level, str(error))
 
 
-def _tried(sandbox: Sandbox) -> Sandbox | MissingLevel:
+def _try(sandbox: Sandbox) -> Sandbox | MissingLevel:
     try:
         outcome = execute(sandbox, Program("print('here')"), Limits(), tidy=True)
     except (SandboxError, OSError) as error:
@@ -96,7 +96,7 @@ def _tried(sandbox: Sandbox) -> Sandbox | MissingLevel:
     return sandbox
 
 
-def _made(level: Level) -> Sandbox:
+def _describe_level(level: Level) -> Sandbox:
     as_nobody = os.geteuid() == 0
     if level == "plain":
         return Sandbox(level, python(as_nobody), frozenset(_plain_guards()))
@@ -138,7 +138,13 @@ def python(as_nobody: bool) -> Python:
         real = os.path.realpath(path)
         try:
             done = subprocess.run(
-                [real, "-I", "-c", _NEEDED], capture_output=True, text=True, timeout=_TRY_S, env={}, cwd="/", **as_user
+                [real, "-I", "-c", _VERSION_PROGRAM],
+                capture_output=True,
+                text=True,
+                timeout=_TRY_S,
+                env={},
+                cwd="/",
+                **as_user,
             )
         except (OSError, subprocess.TimeoutExpired):
             continue
@@ -150,11 +156,11 @@ def python(as_nobody: bool) -> Python:
     raise SandboxError(f"no Python 3 that {who} can run: install the system's (`apt install python3`)")
 
 
-def _readable(path: str, prefix: str) -> tuple[str, ...]:
+def _readable(interpreter: str, prefix: str) -> tuple[str, ...]:
     """Paths that must be visible inside: the system's programs and libraries, and the interpreter's own if elsewhere."""
     system = ("/usr", "/bin", "/lib", "/lib64", "/sbin", "/etc/ld.so.cache")
-    found = [place for place in system if os.path.exists(place) and not os.path.islink(place)]
-    for place in (os.path.realpath(prefix), os.path.dirname(path)):
-        if not any(place == shown or place.startswith(shown + "/") for shown in found):
-            found.append(place)
-    return tuple(found)
+    paths = [path for path in system if os.path.exists(path) and not os.path.islink(path)]
+    for path in (os.path.realpath(prefix), os.path.dirname(interpreter)):
+        if not any(path == shown or path.startswith(shown + "/") for shown in paths):
+            paths.append(path)
+    return tuple(paths)

@@ -29,7 +29,7 @@ _KERNEL_BYTES = 16 << 20
 """Kernel memory for a program within its limits: stacks, page tables, pipes."""
 _IDLE_SHARE = 8
 """A group that still holds more than this fraction of the limit after its program is not reused."""
-_TRIES = 4
+_MAX_ATTEMPTS = 4
 _END_S = 5.0
 _TICK_S = 0.01
 
@@ -81,7 +81,7 @@ def find(mounts: str = "", membership: str = "") -> Cgroups | NoCgroups:
     for mount in sorted(known, key=lambda mount: mount.version):  # a controller is in one version only
         if mount.version == 1 and "memory" not in mount.controllers:
             continue
-        for folder in _upwards(mount, _own(mount, membership)):
+        for folder in _upwards(mount, _own_group(mount, membership)):
             refusal = _refusal(mount, folder)
             if not refusal:
                 return Cgroups(mount.version, folder, _pids_folder(mount, folder, known, membership))
@@ -100,7 +100,7 @@ def _mounts(text: str) -> Iterator[_Mount]:
         yield _Mount(version, frozenset(kind[2].split(",")), root, folder)
 
 
-def _own(mount: _Mount, membership: str) -> str:
+def _own_group(mount: _Mount, membership: str) -> str:
     """This process's group in a hierarchy, as a folder; the mount point if the group is not below it."""
     for line in membership.splitlines():
         number, controllers, path = line.split(":", 2)
@@ -123,7 +123,7 @@ def _pids_folder(mount: _Mount, memory: str, known: Sequence[_Mount], membership
         return memory if "pids" in _words(f"{memory}/cgroup.subtree_control") else ""
     for other in known:
         if other.version == 1 and "pids" in other.controllers:
-            for folder in _upwards(other, _own(other, membership)):
+            for folder in _upwards(other, _own_group(other, membership)):
                 if not _refusal(other, folder):
                     return folder
     return ""
@@ -131,30 +131,30 @@ def _pids_folder(mount: _Mount, memory: str, known: Sequence[_Mount], membership
 
 def _refusal(mount: _Mount, folder: str) -> str:
     """Why no group can be created in a folder; empty if one was created, and removed again."""
-    if mount.version == 2 and (why := _hands_down(folder)):
+    if mount.version == 2 and (why := _delegate_memory(folder)):
         return why
     trial = os.path.join(folder, f"{_NAME}{secrets.token_hex(8)}")
     try:
         os.mkdir(trial, 0o755)
     except OSError as error:
-        return f"no control group can be made in {folder}: {error.strerror}"
+        return f"no control group can be created in {folder}: {error.strerror}"
     os.rmdir(trial)
     return ""
 
 
-def _hands_down(folder: str) -> str:
+def _delegate_memory(folder: str) -> str:
     """Makes version 2 account memory in the folder's groups. Returns why it does not, or ""."""
     if "memory" in _words(f"{folder}/cgroup.subtree_control"):
         return ""
-    there = _words(f"{folder}/cgroup.controllers")
-    if "memory" not in there:
+    available = _words(f"{folder}/cgroup.controllers")
+    if "memory" not in available:
         return f"memory is not counted in {folder}"
-    wanted = " ".join(f"+{name}" for name in ("memory", "pids") if name in there)
+    text = " ".join(f"+{name}" for name in ("memory", "pids") if name in available)
     try:
-        _write(f"{folder}/cgroup.subtree_control", wanted)
+        _write(f"{folder}/cgroup.subtree_control", text)
     except OSError as error:
         # in version 2, a group has either processes or child groups with controllers
-        return f"the groups of {folder} cannot be made to count memory: {error.strerror}"
+        return f"the groups of {folder} cannot count memory: {error.strerror}"
     return ""
 
 
@@ -166,7 +166,7 @@ class Cgroup:
         self._name = f"{_NAME}{secrets.token_hex(8)}"
         self.folders = [os.path.join(folder, self._name) for folder in cgroups.folders]
         """Its folder in each hierarchy, memory first."""
-        self._set: dict[str, int] = {}
+        self._values: dict[str, int] = {}
         self._counts_pids = bool(cgroups.pids)
         self._closing = contextlib.ExitStack()
         try:
@@ -184,12 +184,12 @@ class Cgroup:
             os.mkdir(folder, 0o755)
         # Version 1 can move a single thread, which the program is at first, without blocking every other fork.
         name = "tasks" if self._version == 1 else "cgroup.procs"
-        self.joins = tuple(self._opened(f"{folder}/{name}") for folder in self.folders)
+        self.join_fds = tuple(self._opened(f"{folder}/{name}") for folder in self.folders)
         """Descriptors by which a process joins: it writes `0` to each."""
         if self._version == 2:
             with contextlib.suppress(OSError):
                 _write(f"{self.folders[0]}/memory.oom.group", "1")
-        self._killed = self._kills()
+        self._seen_oom_kills = self._oom_kills()
 
     def _opened(self, path: str) -> int:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
@@ -203,30 +203,30 @@ class Cgroup:
         if self._version == 1:
             self._limit_memory_v1(memory)
         else:
-            self._put(f"{memory}/memory.max", self._limit_bytes)
+            self._set_value(f"{memory}/memory.max", self._limit_bytes)
             with contextlib.suppress(OSError):  # without swap there is no such file
-                self._put(f"{memory}/memory.swap.max", 0)
+                self._set_value(f"{memory}/memory.swap.max", 0)
         if self._counts_pids:
-            self._put(f"{pids}/pids.max", limits.processes)
+            self._set_value(f"{pids}/pids.max", limits.processes)
 
     def _limit_memory_v1(self, folder: str) -> None:
         """Sets both limits in the order in which the one with swap is never the lower one."""
         paths = [f"{folder}/memory.limit_in_bytes", f"{folder}/memory.memsw.limit_in_bytes"]
         if not os.path.exists(paths[1]):
             paths = paths[:1]
-        if self._set.get(paths[0], 1 << 62) < self._limit_bytes:
+        if self._values.get(paths[0], 1 << 62) < self._limit_bytes:
             paths.reverse()
         for path in paths:
-            self._put(path, self._limit_bytes)
+            self._set_value(path, self._limit_bytes)
 
-    def _put(self, path: str, value: int) -> None:
-        if self._set.get(path) != value:
+    def _set_value(self, path: str, value: int) -> None:
+        if self._values.get(path) != value:
             _write(path, str(value))
-            self._set[path] = value
+            self._values[path] = value
 
     def ran_out(self) -> bool:
         """Whether the kernel has killed a process for lack of memory since the program began."""
-        return self._kills() > self._killed
+        return self._oom_kills() > self._seen_oom_kills
 
     def empty(self) -> bool:
         """Kills its remaining processes and prepares it for the next program; False if it should not be reused."""
@@ -240,13 +240,13 @@ class Cgroup:
             time.sleep(_TICK_S)
         name = "memory.usage_in_bytes" if self._version == 1 else "memory.current"
         usage = int(_read(f"{self.folders[0]}/{name}"))
-        out, self._killed = self.ran_out(), self._kills()
-        return not out and usage * _IDLE_SHARE < self._limit_bytes
+        ran_out, self._seen_oom_kills = self.ran_out(), self._oom_kills()
+        return not ran_out and usage * _IDLE_SHARE < self._limit_bytes
 
     def _pids(self) -> list[int]:
         return [int(pid) for pid in _words(f"{self.folders[0]}/cgroup.procs") if int(pid) > 0]
 
-    def _kills(self) -> int:
+    def _oom_kills(self) -> int:
         name = "memory.oom_control" if self._version == 1 else "memory.events"
         lines = (line.split() for line in _read(f"{self.folders[0]}/{name}").splitlines())
         return next((int(line[1]) for line in lines if line[0] == "oom_kill"), 0)
@@ -300,7 +300,7 @@ class CgroupPool:
         return group
 
     def _new(self) -> Cgroup:
-        for _ in range(_TRIES):
+        for _ in range(_MAX_ATTEMPTS):
             with contextlib.suppress(FileNotFoundError):
                 return Cgroup(self._cgroups)  # another process removed it as a dead one's before it was locked
         return Cgroup(self._cgroups)
@@ -332,15 +332,19 @@ def sweep(mounts: str = "") -> int:
     """Removes the groups of dead processes on this machine and returns their number. The argument defaults to the content
     of `/proc/self/mountinfo`."""
     try:
-        known = list(_mounts(mounts or _read("/proc/self/mountinfo")))
+        all_mounts = list(_mounts(mounts or _read("/proc/self/mountinfo")))
     except OSError:
         return 0
-    tops = [mount.folder for mount in known if mount.version == 2 or "memory" in mount.controllers]
-    apart = [mount.folder for mount in known if "pids" in mount.controllers and mount.folder not in tops]
-    others = [path for top in apart for path in _left(top)]  # before the memory groups, which have the same names
-    count = sum(_remove_if_dead(path) for top in tops for path in _left(top))
-    alive = {os.path.basename(path) for top in tops for path in _left(top)}
-    for path in others:
+    memory_folders = [mount.folder for mount in all_mounts if mount.version == 2 or "memory" in mount.controllers]
+    pids_folders = [
+        mount.folder for mount in all_mounts if "pids" in mount.controllers and mount.folder not in memory_folders
+    ]
+    pids_groups = [
+        path for folder in pids_folders for path in _groups_below(folder)
+    ]  # before the memory groups, which have the same names
+    count = sum(_remove_if_dead(path) for folder in memory_folders for path in _groups_below(folder))
+    alive = {os.path.basename(path) for folder in memory_folders for path in _groups_below(folder)}
+    for path in pids_groups:
         if os.path.basename(path) not in alive:
             with contextlib.suppress(OSError):
                 os.rmdir(path)
@@ -365,7 +369,7 @@ def _remove_if_dead(path: str) -> bool:
     return True
 
 
-def _left(top: str) -> list[str]:
+def _groups_below(top: str) -> list[str]:
     """All groups of this module below a folder."""
     return [os.path.join(folder, name) for folder, names, _ in os.walk(top) for name in names if name.startswith(_NAME)]
 

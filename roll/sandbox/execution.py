@@ -23,12 +23,12 @@ from typing import IO
 
 from roll.sandbox.cgroups import Cgroup, groups_of
 from roll.sandbox.inside.kernel import descendants
-from roll.sandbox.inside.program import BEGUN, ENDED, LEFT
+from roll.sandbox.inside.program import BEGUN, ENDED, SCRATCH_LEFT
 from roll.sandbox.isolation import Sandbox
 from roll.sandbox.launch import SCRATCH, call_filter, command, drops_user, payload, scratch_of, sealed
 from roll.sandbox.program import Kind, Limits, Program, ProgramResult, SandboxError
 from roll.sandbox.scratch_usage import Scratch
-from roll.sandbox.usage import first_children, has_room, holds_more
+from roll.sandbox.usage import child_pids, exceeds_memory, has_free_files
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ _CLEAN_S = 20.0
 """Time for a supervisor to end and remove everything that a program left behind."""
 _READ_BYTES = 1 << 16
 
-_FIRST = re.compile(rb'"child-pid": *([0-9]+)')
+_INIT_PID = re.compile(rb'"child-pid": *([0-9]+)')
 
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
 
@@ -58,13 +58,13 @@ class _Watch:
     started_s: float = field(default_factory=time.monotonic)
     begun_s: float | None = None
     ended_s: float | None = None
-    said: bytes = b""
+    status_messages: bytes = b""
     """Status messages of the sandbox: the process with which all others end, and that the program began and ended."""
     stdout: bytearray = field(default_factory=bytearray)
     stderr: bytearray = field(default_factory=bytearray)
 
     def verdict(self, stopped: Callable[[], bool]) -> Kind | None:
-        """Why it has to be ended now, or None."""
+        """Why the program has to be ended now, or None."""
         now = time.monotonic()
         if stopped():
             return "killed"
@@ -76,33 +76,33 @@ class _Watch:
             return "timeout"
         return None
 
-    def hear(self, data: bytes) -> None:
-        """Takes status messages of the sandbox."""
-        self.said += data
-        if self.begun_s is None and BEGUN in self.said:
+    def add_status(self, data: bytes) -> None:
+        """Adds status messages of the sandbox."""
+        self.status_messages += data
+        if self.begun_s is None and BEGUN in self.status_messages:
             self.begun_s = time.monotonic()
-        if self.ended_s is None and ENDED in self.said:
+        if self.ended_s is None and ENDED in self.status_messages:
             self.ended_s = time.monotonic()
 
     def seconds(self) -> float:
         """The program's run time so far, or in total."""
         return (self.ended_s or time.monotonic()) - (self.begun_s or self.started_s)
 
-    def lacks_memory(self) -> bool:
-        """Whether it exceeds its memory limit."""
+    def exceeds_memory(self) -> bool:
+        """Whether the program exceeds its memory limit."""
         if self.group is not None:
             return self.group.ran_out()
-        own = [self.process.pid, *(() if self.scratch is not None else first_children(self.process.pid))]
-        return holds_more(self.process.pid, self.limits.memory_mb << 20, own)
+        sandbox_pids = [self.process.pid, *(() if self.scratch is not None else child_pids(self.process.pid))]
+        return exceeds_memory(self.process.pid, self.limits.memory_mb << 20, sandbox_pids)
 
-    def lacks_disk(self) -> bool:
+    def exceeds_disk(self) -> bool:
         """Whether its scratch folder exceeds its limit."""
         if self.scratch is not None:
             return self.scratch.exceeds(self.process.pid)
-        return not has_room(self.process.pid, SCRATCH, self.limits.scratch_files)
+        return not has_free_files(self.process.pid, SCRATCH, self.limits.scratch_files)
 
 
-class _Look:
+class _LimitCheck:
     """Checks repeatedly whether a program exceeds a limit, in a thread of its own: a program with many mappings can make
     one check take seconds, during which its deadline would not be enforced."""
 
@@ -113,7 +113,7 @@ class _Look:
         self._thread.start()
 
     def found(self) -> bool:
-        """Whether it was found to exceed the limit."""
+        """Whether a check found that the program exceeds the limit."""
         if isinstance(self._found, BaseException):
             raise self._found
         return self._found
@@ -132,25 +132,28 @@ class _Look:
 
 
 @dataclass
-class _Looks:
+class _LimitChecks:
     """The checks of both limits that the kernel does not enforce, started when the program has run for a while."""
 
     watch: _Watch
-    began_s: float = field(default_factory=time.monotonic)
-    _looks: dict[Kind, _Look] = field(default_factory=dict)
+    created_s: float = field(default_factory=time.monotonic)
+    _checks: dict[Kind, _LimitCheck] = field(default_factory=dict)
 
-    def excess(self) -> Kind | None:
-        """The limit that it exceeds."""
+    def exceeded(self) -> Kind | None:
+        """The limit that the program exceeds, or None."""
         if self.watch.begun_s is None or self.watch.ended_s is not None:
             return None
-        if not self._looks and time.monotonic() - self.began_s > _TICK_S:
-            self._looks = {"memory": _Look(self.watch.lacks_memory), "disk": _Look(self.watch.lacks_disk)}
-        return next((kind for kind, look in self._looks.items() if look.found()), None)
+        if not self._checks and time.monotonic() - self.created_s > _TICK_S:
+            self._checks = {
+                "memory": _LimitCheck(self.watch.exceeds_memory),
+                "disk": _LimitCheck(self.watch.exceeds_disk),
+            }
+        return next((kind for kind, check in self._checks.items() if check.found()), None)
 
     def end(self) -> None:
         """Ends the checks, after the program has ended."""
-        for look in self._looks.values():
-            look.end()
+        for check in self._checks.values():
+            check.end()
 
 
 def execute(
@@ -170,25 +173,25 @@ def execute(
     """
     scratch = scratch_of(sandbox)
     with (
-        _counted(sandbox, limits) as group,
-        _started(sandbox, program, limits, scratch, stdin, stdout, tidy, group) as (process, status),
+        _memory_group(sandbox, limits) as group,
+        _start(sandbox, program, limits, scratch, stdin, stdout, tidy, group) as (process, status),
     ):
         folder = Scratch(scratch, limits.scratch_bytes) if sandbox.level == "plain" else None
         watch = _Watch(process, limits, folder, group)
-        looks = _Looks(watch)
+        checks = _LimitChecks(watch)
         try:
-            kind = _watched(watch, looks, status, stopped)
+            kind = _collect(watch, checks, status, stopped)
             seconds = watch.seconds()
         finally:
             _end(process, gently=sandbox.level == "plain")
-            _wait_for_last(watch.said)
-            looks.end()
+            _wait_for_init(watch.status_messages)
+            checks.end()
         if kind is None and group is not None and group.ran_out():
             kind = "memory"
-    if LEFT in watch.said:
-        _log.warning("a program left so much in %s that a process of its own has to remove it", scratch)
+    if SCRATCH_LEFT in watch.status_messages:
+        _log.warning("a program left so much in %s that a background process has to remove it", scratch)
     if watch.begun_s is None and not stopped():
-        raise SandboxError(f"the sandbox ({sandbox.level}) did not start a program: {_said(watch, process)}")
+        raise SandboxError(f"the sandbox ({sandbox.level}) did not start a program: {_start_failure(watch, process)}")
     output, error = (_text(data[: limits.output_bytes]) for data in (watch.stdout, watch.stderr))
     code = process.returncode if process.returncode >= 0 else 128 - process.returncode
     kind = kind or _kind(code, error)
@@ -196,7 +199,8 @@ def execute(
 
 
 async def execute_async(sandbox: Sandbox, program: Program, limits: Limits) -> ProgramResult:
-    """The same in a thread of its own, which must live as long as the program: the kernel ends the program with it."""
+    """Runs a program in a thread of its own, which must live as long as the program: the kernel ends the program with
+    it."""
     loop, stop = asyncio.get_running_loop(), threading.Event()
     done: asyncio.Future[ProgramResult] = loop.create_future()
 
@@ -227,7 +231,7 @@ def _settle(done: asyncio.Future[ProgramResult], outcome: ProgramResult | BaseEx
 
 
 @contextlib.contextmanager
-def _counted(sandbox: Sandbox, limits: Limits) -> Iterator[Cgroup | None]:
+def _memory_group(sandbox: Sandbox, limits: Limits) -> Iterator[Cgroup | None]:
     """A group in which the kernel accounts the program's memory, if there are control groups."""
     if sandbox.cgroups is None:
         yield None
@@ -236,13 +240,13 @@ def _counted(sandbox: Sandbox, limits: Limits) -> Iterator[Cgroup | None]:
         try:
             group = closing.enter_context(groups_of(sandbox.cgroups).group(limits))
         except OSError as error:
-            why = f"no control group can be made for it any more ({sandbox.cgroups.label}): {error}"
+            why = f"no more control groups can be created ({sandbox.cgroups.label}): {error}"
             raise SandboxError(f"the sandbox ({sandbox.level}) did not start: {why}") from error
         yield group
 
 
 @contextlib.contextmanager
-def _started(
+def _start(
     sandbox: Sandbox,
     program: Program,
     limits: Limits,
@@ -254,24 +258,29 @@ def _started(
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """The process, and the descriptor of its status messages."""
     with contextlib.ExitStack() as closing:
-        status, theirs = os.pipe()
-        closing.callback(os.close, status)
-        ours = closing.enter_context(contextlib.ExitStack())
-        ours.callback(os.close, theirs)
-        also_theirs = os.dup(theirs)  # for bubblewrap itself
-        ours.callback(os.close, also_theirs)
-        joins = group.joins if group is not None else ()
-        text = payload(sandbox, program, limits, scratch=scratch, status_fd=theirs, joins=joins, tidy=tidy)
-        text_fd = ours.enter_context(sealed(text))
-        filter_fd = ours.enter_context(sealed(call_filter(sandbox)))
-        stdin_fd = ours.enter_context(sealed(program.stdin)) if stdin is None else stdin
+        status_read, status_write = os.pipe()
+        closing.callback(os.close, status_read)
+        child_fds = closing.enter_context(contextlib.ExitStack())
+        child_fds.callback(os.close, status_write)
+        bubblewrap_status = os.dup(status_write)  # for bubblewrap itself
+        child_fds.callback(os.close, bubblewrap_status)
+        join_fds = group.join_fds if group is not None else ()
+        text = payload(sandbox, program, limits, scratch=scratch, status_fd=status_write, join_fds=join_fds, tidy=tidy)
+        text_fd = child_fds.enter_context(sealed(text))
+        filter_fd = child_fds.enter_context(sealed(call_filter(sandbox)))
+        stdin_fd = child_fds.enter_context(sealed(program.stdin)) if stdin is None else stdin
         try:
             process = subprocess.Popen(
-                command(sandbox, limits, text_fd, filter_fd, also_theirs),
+                command(sandbox, limits, text_fd, filter_fd, bubblewrap_status),
                 stdin=stdin_fd,
                 stdout=subprocess.PIPE if stdout is None else stdout,
                 stderr=subprocess.PIPE,
-                pass_fds=(theirs, text_fd, *joins, *((filter_fd, also_theirs) if sandbox.level == "bubblewrap" else ())),
+                pass_fds=(
+                    status_write,
+                    text_fd,
+                    *join_fds,
+                    *((filter_fd, bubblewrap_status) if sandbox.level == "bubblewrap" else ()),
+                ),
                 env=_ENVIRONMENT,
                 cwd="/",
                 start_new_session=True,
@@ -280,20 +289,20 @@ def _started(
             )
         except OSError as error:
             raise SandboxError(f"the sandbox ({sandbox.level}) did not start: {error}") from error
-        ours.close()
+        child_fds.close()
         for stream in (process.stdout, process.stderr):
             if stream is not None:
                 closing.callback(stream.close)
-        yield process, status
+        yield process, status_read
 
 
-def _watched(watch: _Watch, looks: _Looks, status: int, stopped: Callable[[], bool]) -> Kind | None:
+def _collect(watch: _Watch, checks: _LimitChecks, status: int, stopped: Callable[[], bool]) -> Kind | None:
     """Collects output until the program has ended, or until it has to be ended for the returned reason."""
     streams: dict[IO[bytes], bytearray] = {}
-    for stream, kept in ((watch.process.stdout, watch.stdout), (watch.process.stderr, watch.stderr)):
+    for stream, buffer in ((watch.process.stdout, watch.stdout), (watch.process.stderr, watch.stderr)):
         if stream is not None:
             os.set_blocking(stream.fileno(), False)
-            streams[stream] = kept
+            streams[stream] = buffer
     os.set_blocking(status, False)
     with selectors.DefaultSelector() as selector:
         selector.register(status, selectors.EVENT_READ)
@@ -301,21 +310,21 @@ def _watched(watch: _Watch, looks: _Looks, status: int, stopped: Callable[[], bo
             selector.register(stream, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select(_TICK_S):
-                _take(watch, selector, key, status, streams)
+                _read_stream(watch, selector, key, status, streams)
             if (kind := watch.verdict(stopped)) is not None:
                 return kind
-            if (kind := looks.excess()) is not None:
+            if (kind := checks.exceeded()) is not None:
                 return kind
             if watch.ended_s is not None and time.monotonic() - watch.ended_s > _CLEAN_S:
                 return None
             if watch.process.poll() is not None:
-                watch.hear(_rest(status, _READ_BYTES))
-                for stream, kept in streams.items():  # output written before the end
-                    kept += _rest(stream.fileno(), watch.limits.output_bytes)
+                watch.add_status(_read_available(status, _READ_BYTES))
+                for stream, buffer in streams.items():  # output written before the end
+                    buffer += _read_available(stream.fileno(), watch.limits.output_bytes)
                 return watch.verdict(stopped) if watch.begun_s is not None else None
 
 
-def _take(
+def _read_stream(
     watch: _Watch,
     selector: selectors.BaseSelector,
     key: selectors.SelectorKey,
@@ -324,7 +333,7 @@ def _take(
 ) -> None:
     if key.fd == status:
         data = os.read(status, _READ_BYTES)
-        watch.hear(data)
+        watch.add_status(data)
         if not data:
             selector.unregister(status)
         return
@@ -337,7 +346,7 @@ def _take(
     streams[stream] += data
 
 
-def _rest(fd: int, limit: int) -> bytes:
+def _read_available(fd: int, limit: int) -> bytes:
     """Everything that can be read without blocking."""
     found = b""
     with contextlib.suppress(BlockingIOError):
@@ -360,21 +369,21 @@ def _end(process: subprocess.Popen[bytes], gently: bool) -> None:
         process.wait(timeout=_END_S)
 
 
-def _wait_for_last(said: bytes) -> None:
+def _wait_for_init(status_messages: bytes) -> None:
     """Waits until the first process of the sandbox's PID namespace has ended: the kernel ends all others before it."""
-    found = _FIRST.search(said)
-    if found is None:
+    match = _INIT_PID.search(status_messages)
+    if match is None:
         return
     try:
-        first = os.pidfd_open(int(found[1]))
+        init = os.pidfd_open(int(match[1]))
     except OSError:  # it has ended
         return
     try:
         poller = select.poll()
-        poller.register(first, select.POLLIN)
+        poller.register(init, select.POLLIN)
         poller.poll(_END_S * 1000)
     finally:
-        os.close(first)
+        os.close(init)
 
 
 def _kind(code: int, error: str) -> Kind:
@@ -388,11 +397,11 @@ def _kind(code: int, error: str) -> Kind:
     return "memory" if last.startswith("MemoryError") else "failed"
 
 
-def _said(watch: _Watch, process: subprocess.Popen[bytes]) -> str:
+def _start_failure(watch: _Watch, process: subprocess.Popen[bytes]) -> str:
     if time.monotonic() - watch.started_s > _START_S:
-        return f"nothing happened for {_START_S:g} s"
-    said = _text(bytes(watch.stderr)).strip().splitlines()
-    return said[-1] if said else f"it ended with status {process.returncode}"
+        return f"it reported nothing for {_START_S:g} s"
+    lines = _text(bytes(watch.stderr)).strip().splitlines()
+    return lines[-1] if lines else f"it ended with status {process.returncode}"
 
 
 def _text(data: bytes | bytearray) -> str:

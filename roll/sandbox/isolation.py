@@ -70,16 +70,18 @@ class Sandbox:
     def memory(self) -> str:
         """One line: how the memory of programs is limited, and what is not accounted."""
         if self.cgroups is not None:
-            leave = "" if self.guards & {"user", "files"} else "; programs could leave the group"
-            return f"counted by the kernel ({self.cgroups.label}){leave}"
-        left = "pipes up to 100 MB, and file locks" if "calls" in self.guards else "kernel buffers and shared memory"
-        return f"watched 20 times a second; not counted: {left}"
+            escape = "" if self.guards & {"user", "files"} else "; programs could leave the group"
+            return f"counted by the kernel ({self.cgroups.label}){escape}"
+        unaccounted = (
+            "pipes up to 100 MB, and file locks" if "calls" in self.guards else "kernel buffers and shared memory"
+        )
+        return f"watched 20 times a second; not counted: {unaccounted}"
 
     @property
-    def held_by(self) -> str:
+    def isolated_by(self) -> str:
         """One line: what isolates programs."""
         if self.level != "plain":
             return self.level
         kinds = {"user": "a user of its own", "files": "Landlock", "calls": "seccomp"}
-        held = [text for guard, text in kinds.items() if guard in self.guards]
-        return f"plain process with limits{', ' if held else ''}{', '.join(held)}"
+        active = [text for guard, text in kinds.items() if guard in self.guards]
+        return f"plain process with limits{', ' if active else ''}{', '.join(active)}"

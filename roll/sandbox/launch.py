@@ -96,19 +96,19 @@ def payload(
     *,
     scratch: str,
     status_fd: int,
-    joins: Sequence[int] = (),
+    join_fds: Sequence[int] = (),
     tidy: bool = False,
 ) -> bytes:
-    """What the interpreter loads first. No other process can see it. `joins` are descriptors of the control groups that
-    account the program's memory."""
+    """What the interpreter loads first. No other process can see it. `join_fds` are descriptors of the control groups
+    that account the program's memory."""
     config = _config(sandbox, program, limits)
-    config |= {"scratch": scratch, "status": status_fd, "joins": list(joins), "tidy": tidy}
+    config |= {"scratch": scratch, "status": status_fd, "join_fds": list(join_fds), "tidy": tidy}
     codes = _codes(sandbox.python.path)
-    own = [(inside(part), codes[inside(part)]) for part in _PARTS[sandbox.level]]
-    ours = {name: codes[name] for name, text in program.modules.items() if name in codes and text == _sources()[name]}
-    modules = [(name, ours.get(name, text)) for name, text in program.modules.items()]
+    sandbox_modules = [(inside(part), codes[inside(part)]) for part in _PARTS[sandbox.level]]
+    compiled = {name: codes[name] for name, text in program.modules.items() if name in codes and text == _sources()[name]}
+    modules = [(name, compiled.get(name, text)) for name, text in program.modules.items()]
     supervisor = _SUPERVISORS.get(sandbox.level)
-    data = (own, modules, config, inside("program"), supervisor and (inside(supervisor[0]), supervisor[1]))
+    data = (sandbox_modules, modules, config, inside("program"), supervisor and (inside(supervisor[0]), supervisor[1]))
     return marshal.dumps((codes[""], data), _ANY_VERSION)
 
 
@@ -178,8 +178,8 @@ def scratch_of(sandbox: Sandbox) -> str:
     if sandbox.level != "plain":
         return SCRATCH
     # the latter may not be accessible to another user
-    place = "/tmp" if "user" in sandbox.guards else tempfile.gettempdir()
-    return os.path.join(place, FOLDER + secrets.token_hex(8))
+    parent = "/tmp" if "user" in sandbox.guards else tempfile.gettempdir()
+    return os.path.join(parent, FOLDER + secrets.token_hex(8))
 
 
 def _config(sandbox: Sandbox, program: Program, limits: Limits) -> dict[str, Any]:
@@ -214,16 +214,16 @@ def devices(sandbox: Sandbox) -> list[str]:
 
 
 def _bubblewrap(sandbox: Sandbox, limits: Limits, filter_fd: int, info: int) -> list[str]:
-    shown: list[str] = []
+    mounts: list[str] = []
     for path in sandbox.python.readable:
-        shown += ["--ro-bind", path, path]
+        mounts += ["--ro-bind", path, path]
     for link in ("/bin", "/lib", "/lib64", "/sbin"):
         if os.path.islink(link):
-            shown += ["--symlink", os.readlink(link), link]
+            mounts += ["--symlink", os.readlink(link), link]
     return [
         *(sandbox.tool, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
         *("--info-fd", str(info)),
-        *shown,
+        *mounts,
         # The first process, bubblewrap's own, has the program's user: paths by which programs could write into it are
         # covered.
         *("--proc", "/proc", "--size", "4096", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"),

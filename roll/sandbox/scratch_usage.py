@@ -17,16 +17,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from roll.sandbox.inside import kernel
-from roll.sandbox.usage import children, ended
+from roll.sandbox.usage import descendant_pids, has_ended
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ONLY_PATH = getattr(os, "O_PATH", os.O_RDONLY)
 _ENTRY_BYTES = 4096
 """Minimum size charged per name: this bounds the number of files, and so the time to count them."""
-_FEWEST = 256
-_CHANCES = 10
+_MIN_ENTRIES = 256
+_MAX_UNFINISHED = 10
 _CAP_SYS_PTRACE = 19
-_NOT_ITS_FAULT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_SYSTEM_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class _Full(Exception):
@@ -49,7 +49,7 @@ class Scratch:
         count = _Count(self.limit_bytes)
         try:
             finished = _count_tree(self.folder, count)
-            hidden = _count_nameless(list(children(pid)), self.folder, count) if finished else frozenset()
+            hidden = _count_nameless(list(descendant_pids(pid)), self.folder, count) if finished else frozenset()
         except _Full:
             return True
         except OSError:  # the folder has just been removed: the program has ended
@@ -57,7 +57,7 @@ class Scratch:
         self._unfinished = 0 if finished else self._unfinished + 1
         known, self._hidden = self._hidden, hidden
         # one failure may be a process's last moment, a few may be chance; after that the program hides its usage
-        return bool(known & hidden) or self._unfinished > _CHANCES
+        return bool(known & hidden) or self._unfinished > _MAX_UNFINISHED
 
 
 @dataclass
@@ -78,7 +78,7 @@ class _Count:
 
     def add_bytes(self, size: int) -> None:
         self.bytes += size
-        if self.bytes > self.limit_bytes or self.entries > max(_FEWEST, self.limit_bytes // _ENTRY_BYTES):
+        if self.bytes > self.limit_bytes or self.entries > max(_MIN_ENTRIES, self.limit_bytes // _ENTRY_BYTES):
             raise _Full
 
 
@@ -90,17 +90,17 @@ def _count_tree(folder: str, count: _Count) -> bool:
     except OSError:
         return False
     try:
-        left = [_count_entries(visit.at, count)]  # for each open folder, its subfolders that are not counted yet
-        while left:
-            if not left[-1]:
-                left.pop()
+        pending = [_count_entries(visit.at, count)]  # for each open folder, its subfolders that are not counted yet
+        while pending:
+            if not pending[-1]:
+                pending.pop()
                 visit.leave()
-            elif visit.enter(left[-1].pop()):
-                left.append(_count_entries(visit.at, count))
+            elif visit.enter(pending[-1].pop()):
+                pending.append(_count_entries(visit.at, count))
     except FileNotFoundError:
         return False
     except OSError as error:
-        if error.errno in _NOT_ITS_FAULT:
+        if error.errno in _SYSTEM_ERRNOS:
             return True
         # its permissions were revoked again at once, or it became a link: no honest program does that
         raise _Full from error
@@ -170,21 +170,21 @@ def _listable(name: str, within: int | None) -> tuple[int, int | None]:
 
 def _count_nameless(pids: list[int], folder: str, count: _Count) -> frozenset[int]:
     """Counts deleted files that processes hold. Returns the processes that cannot be inspected."""
-    if not pids or os.geteuid() != 0 or _may_look():
+    if not pids or os.geteuid() != 0 or _may_inspect():
         return _count_open(pids, folder, count)
     # Root in a container can inspect processes of another user only as that user. A separate thread does so, because a
     # thread that changes its user loses the signal that reports its parent's end.
     owner, dumpable = os.stat(f"/proc/{pids[-1]}"), kernel.is_dumpable()
     found: list[frozenset[int] | BaseException] = []
 
-    def look() -> None:
+    def count_as_owner() -> None:
         try:
             kernel.become_for_files(owner.st_uid, owner.st_gid)
             found.append(_count_open(pids, folder, count))
         except BaseException as error:
             found.append(error)
 
-    thread = threading.Thread(target=look, name="sandbox-scratch")
+    thread = threading.Thread(target=count_as_owner, name="sandbox-scratch")
     thread.start()
     thread.join()  # waits: it reads some files of the kernel's
     kernel.set_dumpable(dumpable)
@@ -194,7 +194,7 @@ def _count_nameless(pids: list[int], folder: str, count: _Count) -> frozenset[in
 
 
 @functools.cache
-def _may_look() -> bool:
+def _may_inspect() -> bool:
     """Whether root may inspect processes of other users."""
     with open("/proc/self/status") as status:
         effective = next(int(line.split()[1], 16) for line in status if line.startswith("CapEff:"))
@@ -205,30 +205,30 @@ def _count_open(pids: list[int], folder: str, count: _Count) -> frozenset[int]:
     hidden = set()
     device = os.stat(folder).st_dev
     for pid in pids:
-        for thread in _listed(f"/proc/{pid}/task"):
-            place = f"/proc/{pid}/task/{thread}"
+        for thread in _list_folder(f"/proc/{pid}/task"):
+            proc_path = f"/proc/{pid}/task/{thread}"
             try:
-                for found in _opened(place):
+                for found in _opened(proc_path):
                     if found.st_nlink == 0 and found.st_dev == device and stat.S_ISREG(found.st_mode):
                         count.add(found)
-                _count_mapped(place, folder, count)
+                _count_mapped(proc_path, folder, count)
             except (FileNotFoundError, ProcessLookupError):
                 continue
             except PermissionError:
-                if not ended(place):
+                if not has_ended(proc_path):
                     hidden.add(pid)
     return frozenset(hidden)
 
 
-def _opened(place: str) -> Iterator[os.stat_result]:
-    for number in os.listdir(f"{place}/fd"):
+def _opened(proc_path: str) -> Iterator[os.stat_result]:
+    for number in os.listdir(f"{proc_path}/fd"):
         with contextlib.suppress(FileNotFoundError):
-            yield os.stat(f"{place}/fd/{number}")
+            yield os.stat(f"{proc_path}/fd/{number}")
 
 
-def _count_mapped(place: str, folder: str, count: _Count) -> None:
+def _count_mapped(proc_path: str, folder: str, count: _Count) -> None:
     """Counts mapped files that have neither a name nor a descriptor. Their size is unknown, so only a few are allowed."""
-    with open(f"{place}/maps", errors="surrogateescape") as maps:
+    with open(f"{proc_path}/maps", errors="surrogateescape") as maps:
         for line in maps:
             if line.endswith(" (deleted)\n") and f" {folder}/" in line:
                 inode = int(line.split(None, 5)[4])
@@ -237,7 +237,7 @@ def _count_mapped(place: str, folder: str, count: _Count) -> None:
                     count.add_bytes(count.limit_bytes // 4)
 
 
-def _listed(folder: str) -> list[str]:
+def _list_folder(folder: str) -> list[str]:
     try:
         return os.listdir(folder)
     except OSError:

@@ -178,7 +178,7 @@ REFUSED: Mapping[str, tuple[FilteredCall, ...]] = MappingProxyType(
 CLONE, CLONE3 = FilteredCall("clone", 56, 220), _same("clone3", 435)
 """clone is refused with namespace flags; the flags of clone3 cannot be inspected, so it is reported as absent."""
 
-OF_ITSELF = (
+ON_ITSELF_ONLY = (
     Only(FilteredCall("prlimit64", 302, 261), {0: (0, OWN_PID)}),
     Only(FilteredCall("sched_setaffinity", 203, 122), {0: (0, OWN_PID)}),
     Only(FilteredCall("sched_setscheduler", 144, 119), {0: (0, OWN_PID)}),
@@ -203,7 +203,7 @@ SIGNALS = (
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY = 8, 10, 15, 1024, 1026
 _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP = 0x5412, 0x541C, 0x8901, 0x8902
 
-ROUNDABOUT = (
+INDIRECT = (
     Never(FilteredCall("fcntl", 72, 25), 1, (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY)),
     Never(FilteredCall("ioctl", 16, 29), 1, (_TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP)),
 )
@@ -212,7 +212,7 @@ ROUNDABOUT = (
 NO_ADDRESS = Null(FilteredCall("sendto", 44, 206), 4)
 """A socket may send only to its connected peer."""
 
-BY_NAME = (
+BY_PATH = (
     Only(FilteredCall("chmod", 90, None), {0: ()}),
     Only(FilteredCall("fchmodat", 268, 53), {0: ()}),
     Only(_same("fchmodat2", 452), {0: ()}),
@@ -255,9 +255,9 @@ def call_filter(
     signals to the run. `counted`: the kernel accounts the program's memory.
     `own_user`: no file of the run belongs to the program's user.
     """
-    rules: list[Rule] = [*OF_ITSELF, *(SIGNALS if signals else ()), *ROUNDABOUT, NO_ADDRESS]
+    rules: list[Rule] = [*ON_ITSELF_ONLY, *(SIGNALS if signals else ()), *INDIRECT, NO_ADDRESS]
     rules += [*((HIDING,) if watched else ()), HUGE_PAGES if counted else SHARED_MEMORY]
-    rules += [*(BY_NAME if not own_user else ())]
+    rules += [*(BY_PATH if not own_user else ())]
     lines = [*_head(machine), *_clones(machine)]
     for rule in rules:
         lines += _block(rule, machine)
@@ -272,8 +272,8 @@ _LOAD, _SKIP, _EQUAL, _AT_LEAST, _ANY_BIT, _GIVE = 0x20, 0x05, 0x15, 0x35, 0x45,
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
 
 
-def _argument_at(place: int) -> int:
-    return _ARGUMENTS_AT + 8 * place  # its lower half: every argument that a rule inspects is an int
+def _argument_at(index: int) -> int:
+    return _ARGUMENTS_AT + 8 * index  # its lower half: every argument that a rule inspects is an int
 
 
 def _head(machine: Machine) -> list[_Line]:
@@ -318,8 +318,8 @@ def _block(rule: Rule, machine: Machine) -> list[_Line]:
 
 
 def _only(rule: Only) -> Iterator[_Line]:
-    for place, values in rule.allowed.items():
-        yield _LOAD, 0, 0, _argument_at(place)
+    for index, values in rule.allowed.items():
+        yield _LOAD, 0, 0, _argument_at(index)
         for n, value in enumerate(values):
             yield _EQUAL, len(values) - n, 0, value  # past the refusal
         yield _GIVE, 0, 0, REFUSE

@@ -20,12 +20,12 @@ _SHARED_S = 1.0
 _PF_EXITING = 4
 
 
-def holds_more(pid: int, limit_bytes: int, own: Collection[int] = ()) -> bool:
+def exceeds_memory(pid: int, limit_bytes: int, sandbox_pids: Collection[int] = ()) -> bool:
     """Whether a process and its descendants hold more memory than the limit. Shared memory counts once, if the kernel
-    reports it in time: that is slow, so it is requested only if it matters. `own` are the sandbox's own processes."""
-    pids = [pid, *children(pid)]
+    reports it in time: that is slow, so it is read only if it matters. `sandbox_pids` are the sandbox's own processes."""
+    pids = [pid, *descendant_pids(pid)]
     sizes = [_sizes(pid) for pid in pids]
-    kernel_bytes = _buffers_bytes(pids, own) + sum(size.get("VmPTE", 0) for size in sizes)
+    kernel_bytes = _buffers_bytes(pids, sandbox_pids) + sum(size.get("VmPTE", 0) for size in sizes)
     if sum(size.get("VmRSS", 0) for size in sizes) + kernel_bytes <= limit_bytes:
         return False
     until_s, held_bytes = time.monotonic() + _SHARED_S, kernel_bytes
@@ -34,7 +34,7 @@ def holds_more(pid: int, limit_bytes: int, own: Collection[int] = ()) -> bool:
     return held_bytes > limit_bytes
 
 
-def _buffers_bytes(pids: Collection[int], own: Collection[int]) -> int:
+def _buffers_bytes(pids: Collection[int], sandbox_pids: Collection[int]) -> int:
     """Memory of the processes' sockets. A process that hides its open files (it runs an unreadable program) is assumed to
     have only sockets."""
     sockets: set[str] = set()
@@ -43,7 +43,7 @@ def _buffers_bytes(pids: Collection[int], own: Collection[int]) -> int:
         try:
             sockets |= _sockets(pid)
         except PermissionError:  # root sees all or nothing, so for root this means nothing
-            hidden += os.geteuid() != 0 and pid not in own and not ended(f"/proc/{pid}")
+            hidden += os.geteuid() != 0 and pid not in sandbox_pids and not has_ended(f"/proc/{pid}")
         except OSError:  # it has just ended
             continue
     return (len(sockets) + hidden * OPEN_FILES) * _SOCKET_BYTES
@@ -74,24 +74,24 @@ def _proportional_bytes(pid: int) -> int:
     return _sizes(pid).get("VmRSS", 0)
 
 
-def ended(place: str) -> bool:
+def has_ended(proc_path: str) -> bool:
     """Whether a process or thread is ending, or has ended but was not reaped: it holds no memory."""
     try:
-        with open(f"{place}/stat", "rb") as file:
+        with open(f"{proc_path}/stat", "rb") as file:
             state, *numbers = file.read().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return True
     return state in (b"Z", b"X") or bool(int(numbers[5]) & _PF_EXITING)
 
 
-def children(pid: int) -> Iterator[int]:
+def descendant_pids(pid: int) -> Iterator[int]:
     """All descendants of a process."""
-    for child in first_children(pid):
+    for child in child_pids(pid):
         yield child
-        yield from children(child)
+        yield from descendant_pids(child)
 
 
-def first_children(pid: int) -> list[int]:
+def child_pids(pid: int) -> list[int]:
     """The direct children of a process, started or adopted."""
     found: list[int] = []
     with contextlib.suppress(OSError):
@@ -101,9 +101,9 @@ def first_children(pid: int) -> list[int]:
     return found
 
 
-def has_room(pid: int, folder: str, most_files: int) -> bool:
+def has_free_files(pid: int, folder: str, most_files: int) -> bool:
     """Whether a file system that only a process and its descendants see has at most `most_files` files."""
-    for each in reversed([*children(pid)]):  # the last ones are certainly inside
+    for each in reversed([*descendant_pids(pid)]):  # the last ones are certainly inside
         with contextlib.suppress(OSError):  # the sandbox's own processes are hidden
             usage = os.statvfs(f"/proc/{each}/root{folder}")
             if usage.f_files and os.path.ismount(f"/proc/{each}/root{folder}"):

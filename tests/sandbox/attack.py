@@ -27,10 +27,10 @@ from roll.sandbox.seccomp_filter import (
     CLONE,
     CLONE3,
     HIDING,
+    INDIRECT,
     NO_ADDRESS,
-    OF_ITSELF,
+    ON_ITSELF_ONLY,
     REFUSED,
-    ROUNDABOUT,
     SIGNALS,
     Machine,
 )
@@ -180,7 +180,7 @@ def _begin(given: Target) -> str:
 
 def _numbers() -> Mapping[str, int]:
     """The system calls that rules are about, by name."""
-    rules = (*OF_ITSELF, *SIGNALS, *ROUNDABOUT, HIDING, NO_ADDRESS)
+    rules = (*ON_ITSELF_ONLY, *SIGNALS, *INDIRECT, HIDING, NO_ADDRESS)
     calls = [*(call for group in REFUSED.values() for call in group), *(rule.call for rule in rules), CLONE, CLONE3]
     machine = cast(Machine, os.uname().machine)
     return {call.name: number for call in calls if (number := call.on(machine)) is not None}

@@ -35,7 +35,7 @@ def box(name: str) -> Sandbox:
 def needs(sandbox: Sandbox, guard: Guard) -> None:
     """Skips the test of what a level does not promise."""
     if guard not in sandbox.guards:
-        pytest.skip(f"{sandbox.held_by}: nothing guards {guard}")
+        pytest.skip(f"{sandbox.isolated_by}: nothing guards {guard}")
 
 
 def alive(mark: str) -> list[int]:

@@ -42,7 +42,7 @@ def test_no_probe_gets_away_with_anything(sandbox: Sandbox) -> None:
 )
 def test_a_bomb_is_ended(sandbox: Sandbox, bomb: Attack) -> None:
     if bomb.gap(sandbox):
-        pytest.skip(f"{sandbox.held_by}: nothing guards {' or '.join(sorted(bomb.held_by))}")
+        pytest.skip(f"{sandbox.isolated_by}: nothing guards {' or '.join(sorted(bomb.held_by))}")
     _, wrong = set_off(sandbox, bomb)
     assert wrong == ""
 

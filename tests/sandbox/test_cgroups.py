@@ -134,7 +134,7 @@ class TestFind:
         machine.read_only = {machine.root / name for name in ("memory/job/step", "memory/job", "memory")}
         refused = find(*texts)
         assert isinstance(refused, NoCgroups)
-        assert refused.why == f"no control group can be made in {machine.root}/memory/job/step: Permission denied"
+        assert refused.why == f"no control group can be created in {machine.root}/memory/job/step: Permission denied"
         nothing = find("1 1 0:1 / / rw - ext4 /dev/x rw\n", "0::/\n")
         assert isinstance(nothing, NoCgroups)
         assert nothing.why == "no control group hierarchy is mounted"
@@ -173,7 +173,7 @@ class TestGroups:
 
     def test_a_process_joins_every_hierarchy(self, found: Cgroups) -> None:
         with CgroupPool(found).group(LIMITS) as group:
-            for fd in group.joins:
+            for fd in group.join_fds:
                 os.write(fd, b"0")
             name = "tasks" if found.version == 1 else "cgroup.procs"
             joined = [Path(folder, name) for folder in group.folders]
@@ -241,12 +241,12 @@ def test_the_kernel_has_a_process_of_another_user_join_by_a_descriptor(version: 
     if os.geteuid() != 0 or not mounts:
         pytest.skip(f"no control groups of version {version} for root here")
     mount = next((mount for mount in mounts if "memory" in mount.controllers), mounts[0])
-    own = cgroups._own(mount, Path("/proc/self/cgroup").read_text())
+    own = cgroups._own_group(mount, Path("/proc/self/cgroup").read_text())
     folder = os.path.join(own, f"test-sandbox-{secrets.token_hex(8)}")
     try:
         os.mkdir(folder)
     except OSError as error:
-        pytest.skip(f"no control group can be made in {own}: {error}")
+        pytest.skip(f"no control group can be created in {own}: {error}")
     try:
         fd = os.open(f"{folder}/{'tasks' if version == 1 else 'cgroup.procs'}", os.O_WRONLY)
         source = f"import os; os.write({fd}, b'0'); print(open('/proc/self/cgroup').read())"

@@ -38,7 +38,7 @@ def test_a_look_that_takes_long_does_not_hold_up_the_end(sandbox: Sandbox, monke
         os.close(look)
         return False
 
-    monkeypatch.setattr(execution, "holds_more", until_it_ended)
+    monkeypatch.setattr(execution, "exceeds_memory", until_it_ended)
     watched = dataclasses.replace(sandbox, cgroups=None)
     outcome = run_blocking(Program("import time\ntime.sleep(600)"), Limits(wall_s=0.5), watched)
     assert outcome.kind == "timeout"

@@ -215,7 +215,7 @@ class TestMinimum:
 
     def test_a_level_below_the_minimum_is_refused(self) -> None:
         with pytest.raises(
-            SandboxError, match=r"is plain, and sandbox=namespaces is asked for \(no bubblewrap: bwrap is"
+            SandboxError, match=r"is plain, but the setting is sandbox=namespaces \(no bubblewrap: bwrap is"
         ):
             best("namespaces")
         with pytest.raises(SandboxError, match="set sandbox=plain"):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from roll.sandbox.inside import removal
-from roll.sandbox.inside.removal import FOLDER, hold, left_behind, remove_later, remove_tree
+from roll.sandbox.inside.removal import FOLDER, lock_folder, old_scratch_folders, remove_in_background, remove_tree
 from roll.sandbox.scratch_usage import Scratch
 
 
@@ -75,13 +75,13 @@ class TestRemoval:
         for folder in (used, left):
             folder.mkdir()
             deep(folder, 100)
-        held = hold(str(used))
-        remove_later([str(used), str(left)])
+        held = lock_folder(str(used))
+        remove_in_background([str(used), str(left)])
         os.wait()
         assert not left.exists()
         assert used.exists()
         os.close(held)
-        remove_later([str(used)])
+        remove_in_background([str(used)])
         os.wait()
         assert not used.exists()
 
@@ -90,9 +90,9 @@ class TestRemoval:
     ) -> None:
         for name in (f"{FOLDER}one", "other"):
             (tmp_path / name).mkdir()
-        assert left_behind(str(tmp_path)) == []
-        monkeypatch.setattr(removal, "_FRESH_S", -1)
-        assert left_behind(str(tmp_path)) == [str(tmp_path / f"{FOLDER}one")]
+        assert old_scratch_folders(str(tmp_path)) == []
+        monkeypatch.setattr(removal, "_MIN_AGE_S", -1)
+        assert old_scratch_folders(str(tmp_path)) == [str(tmp_path / f"{FOLDER}one")]
 
 
 HOLDING = """

@@ -12,15 +12,15 @@ from roll.sandbox.seccomp_filter import (
     ABSENT,
     ALLOW,
     ARCHITECTURES,
-    BY_NAME,
+    BY_PATH,
     CLONE,
     CLONE3,
     HIDING,
+    INDIRECT,
     NO_ADDRESS,
-    OF_ITSELF,
+    ON_ITSELF_ONLY,
     REFUSE,
     REFUSED,
-    ROUNDABOUT,
     SHARED_MEMORY,
     SIGNALS,
     FilteredCall,
@@ -72,7 +72,7 @@ def test_calls_that_no_honest_program_needs_are_refused(machine: Machine) -> Non
     assert {call.name for call in calls if ask(machine, call) != REFUSE} == set()
 
 
-@pytest.mark.parametrize("rule", [*OF_ITSELF, *SIGNALS], ids=lambda rule: rule.call.name)
+@pytest.mark.parametrize("rule", [*ON_ITSELF_ONLY, *SIGNALS], ids=lambda rule: rule.call.name)
 def test_what_concerns_one_process_concerns_only_the_program(machine: Machine, rule: Only) -> None:
     call, allowed = rule.call, rule.allowed
     place = max(allowed)  # the last argument is the process
@@ -87,7 +87,7 @@ def test_what_concerns_one_process_concerns_only_the_program(machine: Machine, r
 
 @pytest.mark.parametrize(("name", "kinds"), [("setpriority", (1, 2, 3)), ("ioprio_set", (0, 2, 3))])
 def test_priorities_of_groups_and_users_stay(machine: Machine, name: str, kinds: tuple[int, ...]) -> None:
-    call = next(rule.call for rule in OF_ITSELF if rule.call.name == name)
+    call = next(rule.call for rule in ON_ITSELF_ONLY if rule.call.name == name)
     assert {ask(machine, call, kind, 0) for kind in kinds} == {REFUSE}
 
 
@@ -98,7 +98,7 @@ def test_signals_are_free_where_something_else_holds_them(machine: Machine) -> N
 
 
 def test_roundabout_ways_are_refused_and_their_calls_are_not(machine: Machine) -> None:
-    for rule in ROUNDABOUT:
+    for rule in INDIRECT:
         assert {ask(machine, rule.call, 3, value) for value in rule.refused} == {REFUSE}
         assert ask(machine, rule.call, 3, 1) == ALLOW
     assert ask(machine, HIDING.call, HIDING.refused[0], 0, watched=True) == REFUSE
@@ -116,11 +116,11 @@ def test_shared_memory_is_refused_where_the_kernel_does_not_count_it(machine: Ma
 
 
 def test_files_of_the_same_user_keep_their_permissions(machine: Machine) -> None:
-    for rule in BY_NAME:
+    for rule in BY_PATH:
         if rule.call.on(machine) is not None:
             assert ask(machine, rule.call, 3, 4096, own_user=False) == REFUSE
             assert ask(machine, rule.call, 3, 4096) == ALLOW
-    assert ask(machine, BY_NAME[-1].call, 3, 0, own_user=False) == ALLOW
+    assert ask(machine, BY_PATH[-1].call, 3, 0, own_user=False) == ALLOW
 
 
 def test_sockets_send_to_their_other_end_alone(machine: Machine) -> None:

@@ -36,16 +36,16 @@ PLAIN = st.recursive(
 )
 
 
-def none_kept(value: Any) -> Any:
+def no_stand_in(value: Any) -> Any:
     raise AssertionError(f"{value!r} is plain")
 
 
 @given(PLAIN)
 def test_plain_values_cross_over(value: Any) -> None:
-    line = codec.dump(value, none_kept)
+    line = codec.dump(value, no_stand_in)
     assert line.count(b"\n") == 1
     for load in (codec.load, codec.load_trusted):
-        crossed = load(line, none_kept)
+        crossed = load(line, no_stand_in)
         assert (crossed, type(crossed)) == (value, type(value))
 
 
@@ -73,20 +73,20 @@ def test_plain_values_cross_over(value: Any) -> None:
     ],
 )
 def test_of_other_types_the_value_crosses_over(value: Any, crossed: Any) -> None:
-    arrived = codec.load(codec.dump(value, none_kept), none_kept)
+    arrived = codec.load(codec.dump(value, no_stand_in), no_stand_in)
     assert (arrived, type(arrived)) == (crossed, type(crossed))
 
 
 def test_items_of_named_tuples_keep_their_names() -> None:
-    arrived = codec.load(codec.dump(namedtuple("Point", "x y")(1, 2), none_kept), none_kept)
+    arrived = codec.load(codec.dump(namedtuple("Point", "x y")(1, 2), no_stand_in), no_stand_in)
     assert arrived == (1, 2)
     assert (arrived.x, arrived.y) == (1, 2)
-    again = codec.load(codec.dump(arrived, none_kept), none_kept)
+    again = codec.load(codec.dump(arrived, no_stand_in), no_stand_in)
     assert (again, again.y) == ((1, 2), 2)
 
 
 def test_values_of_dictionaries_cross_over() -> None:
-    arrived = codec.load(codec.dump({1: 2, 3: [4]}.values(), none_kept), none_kept)
+    arrived = codec.load(codec.dump({1: 2, 3: [4]}.values(), no_stand_in), no_stand_in)
     assert (list(arrived), type(arrived)) == ([2, [4]], type({}.values()))
 
 
@@ -100,8 +100,8 @@ def test_an_exception_class_crosses_over_with_what_it_is_made_of() -> None:
 
 
 def test_numbers_that_are_none() -> None:
-    assert math.isnan(codec.load(codec.dump(math.nan, none_kept), none_kept))
-    assert codec.load(codec.dump([math.inf, -math.inf], none_kept), none_kept) == [math.inf, -math.inf]
+    assert math.isnan(codec.load(codec.dump(math.nan, no_stand_in), no_stand_in))
+    assert codec.load(codec.dump([math.inf, -math.inf], no_stand_in), no_stand_in) == [math.inf, -math.inf]
 
 
 def test_what_is_not_plain_stays_and_a_number_stands_for_it() -> None:
@@ -135,7 +135,7 @@ def test_what_is_not_plain_stays_and_a_number_stands_for_it() -> None:
 )  # fmt: skip
 def test_what_is_no_value_is_refused(line: bytes) -> None:
     with pytest.raises(ValueError):
-        codec.load(line, none_kept)
+        codec.load(line, no_stand_in)
 
 
 ALIKE = [number * ((1 << 61) - 1) for number in range(1, 1000)]
@@ -151,7 +151,7 @@ ALIKE = [number * ((1 << 61) - 1) for number in range(1, 1000)]
 )  # fmt: skip
 def test_no_container_is_made_from_what_is_no_list_of_the_line(outer: str, inner: str) -> None:
     with pytest.raises(ValueError):
-        codec.load((outer % inner).encode(), none_kept)
+        codec.load((outer % inner).encode(), no_stand_in)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_no_container_is_made_from_what_is_no_list_of_the_line(outer: str, inner
 )  # fmt: skip
 def test_keys_of_one_hash_are_refused_before_they_are_compared(value: Any) -> None:
     with pytest.raises(ValueError, match="the same hash"):
-        codec.load(codec.dump(value, none_kept), none_kept)
+        codec.load(codec.dump(value, no_stand_in), no_stand_in)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_keys_of_one_hash_are_refused_before_they_are_compared(value: Any) -> No
      {Fraction(1, number) for number in range(1, 3000)}, range(10**11), range(-(2**80), 2**80, 2**70)],
 )  # fmt: skip
 def test_large_results_of_honest_programs_cross_over(value: Any) -> None:
-    assert codec.load(codec.dump(value, none_kept), none_kept) == value
+    assert codec.load(codec.dump(value, no_stand_in), no_stand_in) == value
 
 
 TAGS = st.sampled_from(
@@ -205,7 +205,7 @@ def test_whatever_a_program_writes_is_a_value_that_can_be_compared_or_is_refused
 @settings(derandomize=True, max_examples=200)
 @given(PLAIN, st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), min_size=1, max_size=4))
 def test_a_damaged_line_is_a_value_or_is_refused(value: Any, flips: list[tuple[int, int]]) -> None:
-    line = bytearray(codec.dump(value, none_kept))
+    line = bytearray(codec.dump(value, no_stand_in))
     for place, byte in flips:
         line[place % len(line)] = byte
     with contextlib.suppress(ValueError):

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from typing import Any
 
 _SMALL = 1 << 63
-_DEEPEST = 200
+_MAX_DEPTH = 200
 """Maximum nesting: deeper values are not plain."""
-_SHORT = 1 << 14
-_DIGITS = 4300
+_MAX_TRUSTED_BYTES = 1 << 14
+_MAX_DIGITS = 4300
 """Maximum digits of an exact number in base 10, whose parsing takes quadratic time."""
-_MOST_ALIKE = 64
+_MAX_EQUAL_HASHES = 64
 """Maximum keys with the same hash in one dictionary or set: each is compared with all others. The hashes of -1 and -2 are
 equal, and so are those of pairs and triples of them; no honest result has more than a few such."""
 _DICTS: dict[str, Any] = {"Counter": Counter, "OrderedDict": OrderedDict, "dict": dict}
@@ -78,33 +78,35 @@ class NamedTupleValue(tuple):  # type: ignore[type-arg]
         return made
 
 
-def dump(value: Any, keep: Callable[[Any], int | list[Any]]) -> bytes:
-    """A value as one line. `keep` gets a value that is not plain, and returns a number for it, or, for an iterator that
-    is not to stay, its items."""
-    return _written(value, keep, 0).encode() + b"\n"
+def dump(value: Any, to_reference: Callable[[Any], int | list[Any]]) -> bytes:
+    """A value as one line. `to_reference` gets a value that is not plain, and returns a number for it, or, for an
+    iterator that is not to stay, its items."""
+    return _encode(value, to_reference, 0).encode() + b"\n"
 
 
-def load(line: bytes, kept: Callable[..., Any]) -> Any:
-    """The value of a line. `kept` creates the stand-in for a value that stayed in its process, from its number, and for
-    an exception class from its name and bases too. Raises `ValueError` for an invalid line."""
+def load(line: bytes, make_stand_in: Callable[..., Any]) -> Any:
+    """The value of a line. `make_stand_in` creates the stand-in for a value that stayed in its process, from its number,
+    and for an exception class from its name and bases too. Raises `ValueError` for an invalid line."""
     import json
 
     try:
-        return _decoded(json.JSONDecoder(parse_int=_small).decode(line.decode()), kept)
+        return _decode(json.JSONDecoder(parse_int=_small).decode(line.decode()), make_stand_in)
     except (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"not a value: {error}") from None
 
 
-def load_trusted(line: bytes, kept: Callable[..., Any]) -> Any:
+def load_trusted(line: bytes, make_stand_in: Callable[..., Any]) -> Any:
     """The same for a line that `dump` certainly wrote: faster if it is short, because it needs no json."""
-    if len(line) > _SHORT or b"\\ud" in line:  # a surrogate pair is one character in JSON, but two halves in Python
-        return load(line, kept)
-    return _decoded(eval(line, dict(_WORDS)), kept)
+    if (
+        len(line) > _MAX_TRUSTED_BYTES or b"\\ud" in line
+    ):  # a surrogate pair is one character in JSON, but two halves in Python
+        return load(line, make_stand_in)
+    return _decode(eval(line, dict(_WORDS)), make_stand_in)
 
 
-def _written(value: Any, keep: Callable[[Any], int | list[Any]], depth: int) -> str:
-    if depth > _DEEPEST:
-        return _kept(value, keep, depth)
+def _encode(value: Any, to_reference: Callable[[Any], int | list[Any]], depth: int) -> str:
+    if depth > _MAX_DEPTH:
+        return _write_stand_in(value, to_reference, depth)
     if value is None or value is True or value is False:
         return "null" if value is None else "true" if value else "false"
     if isinstance(value, int):
@@ -119,34 +121,34 @@ def _written(value: Any, keep: Callable[[Any], int | list[Any]], depth: int) -> 
     if isinstance(value, complex):
         return _tagged("complex", _quoted(repr(complex(value))))
     if isinstance(value, list):
-        return _listed(value, keep, depth)
+        return _listed(value, to_reference, depth)
     if isinstance(value, dict):
-        return _mapping(value, keep, depth)
+        return _mapping(value, to_reference, depth)
     for name, sequence in _SEQUENCES.items():
         if isinstance(value, sequence):
             names = getattr(value, "_fields", None)
             if name == "tuple" and isinstance(names, (list, tuple)) and len(names) == len(value):
-                return _tagged("named", _listed([list(names), list(value)], keep, depth))
-            return _tagged(name, _listed(value, keep, depth))
+                return _tagged("named", _listed([list(names), list(value)], to_reference, depth))
+            return _tagged(name, _listed(value, to_reference, depth))
     for name, view in _VIEWS.items():
         if isinstance(value, view):
-            return _tagged(name, _listed(map(list, value) if name == "items" else value, keep, depth))
+            return _tagged(name, _listed(map(list, value) if name == "items" else value, to_reference, depth))
     if isinstance(value, (range, slice)):
         name = "range" if isinstance(value, range) else "slice"
-        return _tagged(name, _listed([value.start, value.stop, value.step], keep, depth))
-    return _of_a_module(value, keep, depth)
+        return _tagged(name, _listed([value.start, value.stop, value.step], to_reference, depth))
+    return _of_a_module(value, to_reference, depth)
 
 
-def _mapping(value: Any, keep: Callable[[Any], int | list[Any]], depth: int) -> str:
+def _mapping(value: Any, to_reference: Callable[[Any], int | list[Any]], depth: int) -> str:
     pairs = [list(pair) for pair in value.items()]
     if isinstance(value, defaultdict):
         factory = value.default_factory if value.default_factory in _TYPES else None
-        return _tagged("defaultdict", _listed([factory, pairs], keep, depth))
+        return _tagged("defaultdict", _listed([factory, pairs], to_reference, depth))
     name = next(name for name, kind in _DICTS.items() if isinstance(value, kind))
-    return _tagged(name, _listed(pairs, keep, depth))
+    return _tagged(name, _listed(pairs, to_reference, depth))
 
 
-def _of_a_module(value: Any, keep: Callable[[Any], int | list[Any]], depth: int) -> str:
+def _of_a_module(value: Any, to_reference: Callable[[Any], int | list[Any]], depth: int) -> str:
     """Values that are plain because of their origin: Python's own types, functions and exceptions, exact numbers and
     times."""
     kind, module = type(value).__name__, type(value).__module__
@@ -158,15 +160,19 @@ def _of_a_module(value: Any, keep: Callable[[Any], int | list[Any]], depth: int)
     if isinstance(value, (type, type(len))) and _builtin(value.__name__) is value:
         return _tagged("builtin", _quoted(value.__name__))
     if isinstance(value, type) and issubclass(value, BaseException):
-        number = keep(value)
+        number = to_reference(value)
         bases = [base for base in value.__bases__ if issubclass(base, BaseException)]
-        return _tagged("exception", _listed([number, value.__name__, bases], keep, depth))
-    return _kept(value, keep, depth)
+        return _tagged("exception", _listed([number, value.__name__, bases], to_reference, depth))
+    return _write_stand_in(value, to_reference, depth)
 
 
-def _kept(value: Any, keep: Callable[[Any], int | list[Any]], depth: int) -> str:
-    stands = keep(value)
-    return _tagged("kept", repr(stands)) if isinstance(stands, int) else _tagged("iterator", _listed(stands, keep, depth))
+def _write_stand_in(value: Any, to_reference: Callable[[Any], int | list[Any]], depth: int) -> str:
+    number_or_items = to_reference(value)
+    return (
+        _tagged("kept", repr(number_or_items))
+        if isinstance(number_or_items, int)
+        else _tagged("iterator", _listed(number_or_items, to_reference, depth))
+    )
 
 
 def _builtin(name: str) -> Any:
@@ -176,77 +182,79 @@ def _builtin(name: str) -> Any:
     return found if is_error or any(found is known for known in (*_FUNCTIONS, *_TYPES)) else None
 
 
-def _listed(values: Any, keep: Callable[[Any], int | list[Any]], depth: int) -> str:
-    return "[" + ",".join([_written(item, keep, depth + 1) for item in values]) + "]"
+def _listed(values: Any, to_reference: Callable[[Any], int | list[Any]], depth: int) -> str:
+    return "[" + ",".join([_encode(item, to_reference, depth + 1) for item in values]) + "]"
 
 
 def _tagged(name: str, text: str) -> str:
     return '{"' + name + '":' + text + "}"
 
 
-def _decoded(data: Any, kept: Callable[..., Any], depth: int = 0) -> Any:
+def _decode(data: Any, make_stand_in: Callable[..., Any], depth: int = 0) -> Any:
     if isinstance(data, list):
-        return _items(data, kept, depth)
+        return _items(data, make_stand_in, depth)
     if not isinstance(data, dict):
         return data
     ((name, inner),) = data.items()
     if name in _DICTS:
-        return _DICTS[name](_pairs(inner, kept, depth))
+        return _DICTS[name](_pairs(inner, make_stand_in, depth))
     if name in _SEQUENCES:
-        items = _items(inner, kept, depth)
-        return _SEQUENCES[name](_spread(items) if name in ("set", "frozenset") else items)
+        items = _items(inner, make_stand_in, depth)
+        return _SEQUENCES[name](_check_hashes(items) if name in ("set", "frozenset") else items)
     if name in _VIEWS:
-        pairs = _pairs(inner, kept, depth) if name == "items" else _viewed(name, _items(inner, kept, depth))
+        pairs = (
+            _pairs(inner, make_stand_in, depth) if name == "items" else _viewed(name, _items(inner, make_stand_in, depth))
+        )
         return getattr(pairs, name)()
     if name in _NUMBERS:
-        return _number(name, _text(inner, 2 * _DIGITS))
+        return _number(name, _text(inner, 2 * _MAX_DIGITS))
     if name in _TIMES:
         return _time(name, inner)
     if name in _SIMPLE:
         return _SIMPLE[name](_text(inner))
     if name == "range" or name == "slice":
-        return (range if name == "range" else slice)(*_items(inner, kept, depth))
+        return (range if name == "range" else slice)(*_items(inner, make_stand_in, depth))
     if name == "named":
-        names, items = _items(inner, kept, depth)
+        names, items = _items(inner, make_stand_in, depth)
         return NamedTupleValue.of([_text(each) for each in _only(list, names)], _only(list, items))
     if name == "defaultdict":
         factory, made = inner
-        return defaultdict(_decoded(factory, kept, depth + 1), _pairs(made, kept, depth))
+        return defaultdict(_decode(factory, make_stand_in, depth + 1), _pairs(made, make_stand_in, depth))
     if name == "iterator":
-        return iter(_items(inner, kept, depth))
+        return iter(_items(inner, make_stand_in, depth))
     if name == "kept":
-        return kept(_only(int, inner))
+        return make_stand_in(_only(int, inner))
     if name == "exception":
         number, title, bases = inner
-        return kept(_only(int, number), _text(title), _items(bases, kept, depth))
+        return make_stand_in(_only(int, number), _text(title), _items(bases, make_stand_in, depth))
     raise ValueError(f"not a value: {name[:80]}")
 
 
-def _items(data: Any, kept: Callable[..., Any], depth: int) -> list[Any]:
+def _items(data: Any, make_stand_in: Callable[..., Any], depth: int) -> list[Any]:
     """The values of a list in the line: no other value is iterated over."""
-    if depth > _DEEPEST:
+    if depth > _MAX_DEPTH:
         raise ValueError("not a value: nested too deep")
     inner = depth + 1
-    return [item if type(item) in _LEAVES else _decoded(item, kept, inner) for item in _only(list, data)]
+    return [item if type(item) in _LEAVES else _decode(item, make_stand_in, inner) for item in _only(list, data)]
 
 
-def _pairs(data: Any, kept: Callable[..., Any], depth: int) -> dict[Any, Any]:
-    pairs = [_items(pair, kept, depth + 1) for pair in _only(list, data)]
-    _spread([key for key, _ in pairs])
+def _pairs(data: Any, make_stand_in: Callable[..., Any], depth: int) -> dict[Any, Any]:
+    pairs = [_items(pair, make_stand_in, depth + 1) for pair in _only(list, data)]
+    _check_hashes([key for key, _ in pairs])
     return dict(pairs)
 
 
 def _viewed(name: str, items: list[Any]) -> dict[Any, Any]:
     """A dictionary with these keys, or these values."""
-    return dict.fromkeys(_spread(items)) if name == "keys" else dict(enumerate(items))
+    return dict.fromkeys(_check_hashes(items)) if name == "keys" else dict(enumerate(items))
 
 
-def _spread(keys: list[Any]) -> list[Any]:
+def _check_hashes(keys: list[Any]) -> list[Any]:
     """The keys, if their hashes differ enough to build a dictionary or set in linear time."""
-    if len(keys) > _MOST_ALIKE:
+    if len(keys) > _MAX_EQUAL_HASHES:
         hashes = list(map(hash, keys))
-        if len(set(hashes)) < len(hashes) and max(Counter(hashes).values()) > _MOST_ALIKE:
-            raise ValueError(f"not a value: more than {_MOST_ALIKE} keys have the same hash")
+        if len(set(hashes)) < len(hashes) and max(Counter(hashes).values()) > _MAX_EQUAL_HASHES:
+            raise ValueError(f"not a value: more than {_MAX_EQUAL_HASHES} keys have the same hash")
     return keys
 
 
@@ -271,7 +279,7 @@ def _small(digits: str) -> int:
     return int(digits)
 
 
-def _own(name: str) -> Any:
+def _builtin_of(name: str) -> Any:
     found = _builtin(name)
     if found is None:
         raise ValueError(f"not a value: {name[:80]}")
@@ -310,5 +318,5 @@ _SIMPLE: dict[str, Callable[[str], Any]] = {
     "bytes": bytes.fromhex,
     "bytearray": bytearray.fromhex,
     "complex": complex,
-    "builtin": _own,
+    "builtin": _builtin_of,
 }

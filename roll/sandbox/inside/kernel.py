@@ -41,7 +41,7 @@ DEVICE_LINKS = {
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def checked(result: int, what: str) -> int:
+def check_result(result: int, what: str) -> int:
     """Raises `OSError` if a call failed."""
     if result < 0:
         number = ctypes.get_errno()
@@ -54,7 +54,7 @@ def machine() -> str:
 
 
 def prctl(option: int, value: int) -> None:
-    checked(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl {option}")
+    check_result(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl {option}")
 
 
 def die_with_parent(signal: int) -> None:
@@ -75,7 +75,7 @@ def become_for_files(user: int, group: int) -> None:
 
 
 def is_dumpable() -> int:
-    return checked(_libc.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0), "prctl")
+    return check_result(_libc.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0), "prctl")
 
 
 def set_dumpable(value: int) -> None:
@@ -91,7 +91,7 @@ def enter_namespaces() -> None:
     """Enters new user, mount, network and other namespaces; the PID namespace begins with the next fork. The user id
     stays the same."""
     uid, gid = os.getuid(), os.getgid()
-    checked(_libc.unshare(CLONE_NEW), "user namespaces are not allowed here: unshare")
+    check_result(_libc.unshare(CLONE_NEW), "user namespaces are not allowed here: unshare")
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         with open("/proc/self/" + name, "w") as file:
             file.write(text)
@@ -101,17 +101,17 @@ def enter_new_root(readable: Sequence[str], devices: Sequence[str], scratch: str
     """Enters a file tree that has only the readable folders, some devices and an empty scratch folder."""
     root = "/tmp"  # any existing folder works: it is covered for this process alone
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE, None)
-    folders = {path: os.open(path, os.O_PATH) for path in readable}
-    nodes = {path: os.open(path, os.O_PATH) for path in devices}
+    folder_fds = {path: os.open(path, os.O_PATH) for path in readable}
+    device_fds = {path: os.open(path, os.O_PATH) for path in devices}
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
-    for path, opened in folders.items():
-        _show(opened, path, root)
-    for path, opened in nodes.items():
-        _place(root + path, is_folder=False)
+    for path, opened in folder_fds.items():
+        _bind_read_only(opened, path, root)
+    for path, opened in device_fds.items():
+        _make_mount_point(root + path, is_folder=False)
         _mount(f"/proc/self/fd/{opened}", root + path, None, _MS_BIND, None)
     for name, target in DEVICE_LINKS.items():
         os.symlink(target, f"{root}/dev/{name}")
-    for opened in (*folders.values(), *nodes.values()):
+    for opened in (*folder_fds.values(), *device_fds.values()):
         os.close(opened)
     for link in ("bin", "lib", "lib64", "sbin"):
         if os.path.islink("/" + link) and not os.path.lexists(root + "/" + link):
@@ -126,8 +126,8 @@ def enter_new_root(readable: Sequence[str], devices: Sequence[str], scratch: str
     os.chdir(root)
     if machine() not in _PIVOT_ROOT:
         raise OSError(f"the numbers of system calls on {machine()} are not known here")
-    checked(_libc.syscall(_PIVOT_ROOT[machine()], b".", b"."), "pivot_root")
-    checked(_libc.umount2(b".", _MNT_DETACH), "umount")
+    check_result(_libc.syscall(_PIVOT_ROOT[machine()], b".", b"."), "pivot_root")
+    check_result(_libc.umount2(b".", _MNT_DETACH), "umount")
     _mount("none", "/", None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV, None)
     os.chdir(scratch)
 
@@ -136,7 +136,7 @@ def mount_scratch(folder: str, size_bytes: int) -> bool:
     """Mounts a file system of that size over a folder, visible only to this process and its children. False if that is
     not allowed."""
     try:
-        checked(_libc.unshare(_CLONE_NEWNS), "unshare")
+        check_result(_libc.unshare(_CLONE_NEWNS), "unshare")
         _mount("none", "/", None, _MS_REC | _MS_PRIVATE, None)
         _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, _scratch_options(size_bytes))
     except OSError:
@@ -145,7 +145,7 @@ def mount_scratch(folder: str, size_bytes: int) -> bool:
 
 
 def unmount(folder: str) -> None:
-    checked(_libc.umount2(folder.encode(), _MNT_DETACH), "umount")
+    check_result(_libc.umount2(folder.encode(), _MNT_DETACH), "umount")
 
 
 def drop_capabilities() -> None:
@@ -155,7 +155,7 @@ def drop_capabilities() -> None:
             break
     no_new_privileges()
     header = struct.pack("Ii", 0x20080522, 0)
-    checked(_libc.syscall(_CAPSET[machine()], header, bytes(24)), "capset")
+    check_result(_libc.syscall(_CAPSET[machine()], header, bytes(24)), "capset")
 
 
 def landlock_version() -> int:
@@ -170,18 +170,18 @@ def restrict_files(readable: Sequence[str], devices: Sequence[str], scratch: str
     execute, write, read, folder = 1, 2, 4, 8
     every = (1 << 13) - 1 | (1 << 13 if version >= 2 else 0) | (1 << 14 if version >= 3 else 0)
     network, scope = (3 if version >= 4 else 0), (3 if version >= 6 else 0)
-    wanted = struct.pack("QQQ", every, network, scope)[: 24 if version >= 6 else 16 if version >= 4 else 8]
-    rules = checked(_libc.syscall(_LANDLOCK_CREATE, wanted, len(wanted), 0), "landlock")
+    ruleset = struct.pack("QQQ", every, network, scope)[: 24 if version >= 6 else 16 if version >= 4 else 8]
+    rules = check_result(_libc.syscall(_LANDLOCK_CREATE, ruleset, len(ruleset), 0), "landlock")
     allowed = [(path, execute | read | folder) for path in readable]
     allowed += [(path, read | write) for path in devices]
     for path, access in [*allowed, (scratch, every)]:
         access &= every if os.path.isdir(path) else execute | write | read
         opened = os.open(path, os.O_PATH)
         rule = struct.pack("=Qi", access, opened)
-        checked(_libc.syscall(_LANDLOCK_ADD, rules, 1, rule, 0), "landlock " + path)
+        check_result(_libc.syscall(_LANDLOCK_ADD, rules, 1, rule, 0), "landlock " + path)
         os.close(opened)
     no_new_privileges()
-    checked(_libc.syscall(_LANDLOCK_RESTRICT, rules, 0), "landlock")
+    check_result(_libc.syscall(_LANDLOCK_RESTRICT, rules, 0), "landlock")
     os.close(rules)
 
 
@@ -191,7 +191,7 @@ def filter_calls(filter: bytes) -> None:
     text = ctypes.create_string_buffer(filter)
     head = struct.pack("HxxxxxxP", len(filter) // 8, ctypes.addressof(text))
     no_new_privileges()
-    checked(_libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(2), head, 0, 0), "seccomp")
+    check_result(_libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(2), head, 0, 0), "seccomp")
 
 
 def for_process(filter: bytes, pid: int) -> bytes:
@@ -235,25 +235,25 @@ def threads_of_user(uid: int) -> int:
 def _mount(source: str, target: str, kind: Any, flags: int, data: Any) -> None:
     arguments = [None if text is None else text.encode() for text in (source, target, kind, data)]
     result = _libc.mount(arguments[0], arguments[1], arguments[2], ctypes.c_ulong(flags), arguments[3])
-    checked(result, "mount " + target)
+    check_result(result, "mount " + target)
 
 
 def _scratch_options(size_bytes: int) -> str:
     return f"size={size_bytes},nr_inodes={max(256, size_bytes >> 12)},mode=700"
 
 
-def _show(opened: int, path: str, root: str) -> None:
+def _bind_read_only(opened: int, path: str, root: str) -> None:
     """Binds a folder or file, and everything mounted below it, at the same path under the new root, read-only."""
     source = f"/proc/self/fd/{opened}"
-    _place(root + path, is_folder=os.path.isdir(source))
+    _make_mount_point(root + path, is_folder=os.path.isdir(source))
     _mount(source, root + path, None, _MS_BIND | _MS_REC, None)
     attributes = struct.pack("QQQQ", _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV, 0, 0, 0)
     target = (root + path).encode()
     result = _libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, target, _AT_RECURSIVE, attributes, len(attributes))
-    checked(result, "read-only " + path)
+    check_result(result, "read-only " + path)
 
 
-def _place(path: str, is_folder: bool) -> None:
+def _make_mount_point(path: str, is_folder: bool) -> None:
     os.makedirs(path if is_folder else os.path.dirname(path), exist_ok=True)
     if not is_folder:
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))

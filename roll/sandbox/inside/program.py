@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-BEGUN, ENDED, LEFT = b"begun", b"ended", b"left"
+BEGUN, ENDED, SCRATCH_LEFT = b"begun", b"ended", b"left"
 """Status messages of the sandbox: the program began; it ended; it left more in its scratch folder than can be removed at
 once."""
 
@@ -30,10 +30,10 @@ def run(config: dict[str, Any]) -> None:
     sys.argv = ["main.py"]
     sys.path.insert(0, os.getcwd())
     set_limits(config["rlimits"])
-    join(config["joins"])
-    begun(config)
-    code, broken = _compiled(config["source"])
-    _execute(code, broken, main.__dict__)
+    join(config["join_fds"])
+    report_begun(config)
+    code, syntax_error = _compile(config["source"])
+    _execute(code, syntax_error, main.__dict__)
 
 
 def join(groups: list[int]) -> None:
@@ -43,7 +43,7 @@ def join(groups: list[int]) -> None:
         os.close(fd)
 
 
-def begun(config: dict[str, Any]) -> None:
+def report_begun(config: dict[str, Any]) -> None:
     """Tells the run that from here on the program's code runs."""
     os.close(config["payload"])
     os.write(config["status"], BEGUN)
@@ -65,7 +65,7 @@ def set_limits(limits: dict[str, Any]) -> None:
                     raise
 
 
-def _compiled(source: str) -> Any:
+def _compile(source: str) -> Any:
     try:
         return compile(source, "main.py", "exec", dont_inherit=True), None
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from typing import Any
 
-_LONGEST = 4 << 20
+_MAX_ANSWER_BYTES = 4 << 20
 """Maximum bytes of an answer."""
-_MOST_ITEMS = 100_000
+_MAX_ITEMS = 100_000
 """Maximum items of an iterator that is passed as an argument."""
-_CHANGEABLE = (list, dict, set, deque, bytearray)
+_MUTABLE = (list, dict, set, deque, bytearray)
 
 
 class ProgramGone(BaseException):
@@ -43,7 +43,7 @@ class ProgramPipe:
 
     def __init__(self) -> None:
         self._answers, self._requests = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-        self._known: dict[int, Any] = {}
+        self._stand_ins: dict[int, Any] = {}
         self.may_stop = False
         """Whether the test is about the end of an iteration. Otherwise a call that raises StopIteration is an error:
         `all(map(…))` would take it for the end of the tests."""
@@ -54,11 +54,11 @@ class ProgramPipe:
 
     def call(self, what: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """The result of a call. Arguments that the call changed are changed here too."""
-        if not any(isinstance(argument, (*_CHANGEABLE, tuple)) for argument in (*arguments, *named.values())):
+        if not any(isinstance(argument, (*_MUTABLE, tuple)) for argument in (*arguments, *named.values())):
             return self.ask("call", what, list(arguments), named)
         answer = self._ask("change", what, list(arguments), named)
         if len(answer) == 3 and isinstance(answer[2], list):
-            _take_over([list(arguments), named], answer[2])
+            _apply_changes([list(arguments), named], answer[2])
         return answer[1]
 
     def _ask(self, *request: Any) -> list[Any]:
@@ -74,12 +74,12 @@ class ProgramPipe:
         try:
             self._requests.write(codec.dump(list(request), _number_of))
             self._requests.flush()
-            line = self._answers.readline(_LONGEST)
+            line = self._answers.readline(_MAX_ANSWER_BYTES)
         except OSError:
             raise ProgramGone from None
         if not line.endswith(b"\n"):
             raise ProgramGone
-        answer = codec.load(line, self._kept)
+        answer = codec.load(line, self._stand_in)
         if not isinstance(answer, list) or len(answer) < 2:
             raise ValueError("not an answer")
         return answer
@@ -98,10 +98,10 @@ class ProgramPipe:
             error.__dict__["_text"] = text
         return error
 
-    def _kept(self, number: int, name: str = "", bases: Sequence[type] = ()) -> Any:
-        if number not in self._known:
-            self._known[number] = _exception(number, name, bases) if name else RemoteFunction(self, number)
-        return self._known[number]
+    def _stand_in(self, number: int, name: str = "", bases: Sequence[type] = ()) -> Any:
+        if number not in self._stand_ins:
+            self._stand_ins[number] = _exception(number, name, bases) if name else RemoteFunction(self, number)
+        return self._stand_ins[number]
 
 
 class RemoteFunction:
@@ -144,27 +144,27 @@ class RemoteFunction:
         return self.__dict__["__line"].ask("do", name, [self, *others])
 
 
-def _alone(name: str) -> Callable[[RemoteFunction], Any]:
+def _unary(name: str) -> Callable[[RemoteFunction], Any]:
     return lambda self: self._do(name)
 
 
-def _between(name: str) -> Callable[[RemoteFunction, Any], Any]:
+def _binary(name: str) -> Callable[[RemoteFunction, Any], Any]:
     return lambda self, other: self._do(name, other) if isinstance(other, RemoteFunction) else NotImplemented
 
 
 for _name in ("len", "iter", "next", "bool", "str", "repr", "int", "float", "abs", "neg", "reversed"):
-    setattr(RemoteFunction, f"__{_name}__", _alone(_name))
+    setattr(RemoteFunction, f"__{_name}__", _unary(_name))
 for _name in ("lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_"):
-    setattr(RemoteFunction, f"__{_name.rstrip('_')}__", _between(_name))
+    setattr(RemoteFunction, f"__{_name.rstrip('_')}__", _binary(_name))
 
 
 class _Names(dict):  # type: ignore[type-arg]
     """The names of a test. Functions and classes of the program that the test uses are here from the start, also for
     class bodies, where Python does not call `__missing__`; variables are looked up when they are used."""
 
-    def __init__(self, line: ProgramPipe, names: Iterable[str]) -> None:
+    def __init__(self, pipe: ProgramPipe, names: Iterable[str]) -> None:
         super().__init__(__name__="tests")
-        self._line, self._names = line, frozenset(names)
+        self._line, self._names = pipe, frozenset(names)
         for name in self._names:
             try:
                 self.__missing__(name)
@@ -182,15 +182,15 @@ class _Names(dict):  # type: ignore[type-arg]
 
 def check(setup: str, tests: Sequence[str], names: Sequence[str]) -> None:
     """Runs every test; each starts with a fresh setup."""
-    line, verdicts = ProgramPipe(), os.dup(2)
+    pipe, verdicts = ProgramPipe(), os.dup(2)
     for fd in (0, 1, 2):
         nothing = os.open(os.devnull, os.O_RDWR)
         os.dup2(nothing, fd)
         os.close(nothing)
     sys.modules["tests"] = type(sys)("tests")  # where dataclasses look for the module of a class
     for test in tests:
-        line.may_stop = "StopIteration" in test or "StopAsyncIteration" in test
-        os.write(verdicts, _verdict(setup + "\n" + test, _Names(line, names)).encode("utf-8", "replace") + b"\n")
+        pipe.may_stop = "StopIteration" in test or "StopAsyncIteration" in test
+        os.write(verdicts, _verdict(setup + "\n" + test, _Names(pipe, names)).encode("utf-8", "replace") + b"\n")
 
 
 def _verdict(text: str, names: dict[str, Any]) -> str:
@@ -209,10 +209,10 @@ def _number_of(value: Any) -> int | list[Any]:
     if isinstance(value, type) and "_number" in vars(value):
         return int(vars(value)["_number"])
     if hasattr(value, "__next__"):
-        items = list(itertools.islice(value, _MOST_ITEMS))
-        if len(items) < _MOST_ITEMS:
+        items = list(itertools.islice(value, _MAX_ITEMS))
+        if len(items) < _MAX_ITEMS:
             return items
-        raise NotSendable(f"an iterator of {_MOST_ITEMS} items or more cannot be sent to the program")
+        raise NotSendable(f"an iterator of {_MAX_ITEMS} items or more cannot be sent to the program")
     what = getattr(value, "__name__", type(value).__name__)
     raise NotSendable(f"{what} cannot be sent to the program: functions, classes and objects of the tests stay with them")
 
@@ -236,24 +236,24 @@ def _text_of(error: BaseException) -> str:
     return str(vars(error).get("_text") or BaseException.__str__(error))
 
 
-def _take_over(here: Any, there: Any) -> Any:
+def _apply_changes(own: Any, changed: Any) -> Any:
     """Applies the program's changes of a value to the test's own object, so that other references see them."""
-    if type(here) is not type(there):
-        return there
-    if isinstance(here, tuple):
-        return tuple(map(_take_over, here, there)) if len(here) == len(there) else there
-    if not isinstance(here, _CHANGEABLE) or here == there:
-        return here if isinstance(here, _CHANGEABLE) else there
-    if isinstance(here, dict):
-        items = {key: _take_over(here[key], item) if key in here else item for key, item in there.items()}
-        here.clear()
+    if type(own) is not type(changed):
+        return changed
+    if isinstance(own, tuple):
+        return tuple(map(_apply_changes, own, changed)) if len(own) == len(changed) else changed
+    if not isinstance(own, _MUTABLE) or own == changed:
+        return own if isinstance(own, _MUTABLE) else changed
+    if isinstance(own, dict):
+        items = {key: _apply_changes(own[key], item) if key in own else item for key, item in changed.items()}
+        own.clear()
         for key, item in items.items():
-            here[key] = item
-    elif isinstance(here, set):
-        here.clear()
-        here.update(there)
+            own[key] = item
+    elif isinstance(own, set):
+        own.clear()
+        own.update(changed)
     else:
-        taken = list(map(_take_over, here, there)) + list(there)[len(here) :]
-        here.clear()
-        here.extend(taken)
-    return here
+        changed_items = list(map(_apply_changes, own, changed)) + list(changed)[len(own) :]
+        own.clear()
+        own.extend(changed_items)
+    return own

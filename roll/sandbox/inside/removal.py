@@ -21,13 +21,13 @@ FOLDER = "roll-scratch-"
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ONLY_PATH = getattr(os, "O_PATH", 0)
-_DEEPEST = 64
+_MAX_OPEN_FOLDERS = 64
 """Maximum number of nested folders open at a time."""
-_AT_A_TIME = 4096
+_MAX_LISTED = 4096
 """Folders that are listed at once: a list of all might be long."""
 _DESCRIPTORS = 256
-_FRESH_S = 60.0
-_MOST_S = 600.0
+_MIN_AGE_S = 60.0
+_GIVE_UP_S = 600.0
 """Time after which the background process gives up."""
 
 
@@ -84,21 +84,21 @@ class _Removal:
     def _clear(self, within: int, depth: int) -> bool:
         """Removes the content of an open folder as far as possible. Returns whether a folder in it was removed or
         moved."""
-        some, changed = False, True
+        removed_any, changed = False, True
         while changed and time.monotonic() < self._until_s:
             changed = False
             for name in _folders(within, self._until_s):
                 try:
                     self._remove(name, within, depth)
-                    some = changed = True
+                    removed_any = changed = True
                 except OSError:  # already removed, or the system refuses
                     continue
-        return some
+        return removed_any
 
     def _remove(self, name: str, within: int, depth: int) -> None:
         inner = open_folder(name, within)
         try:
-            if depth == _DEEPEST:
+            if depth == _MAX_OPEN_FOLDERS:
                 os.rename(name, f"{self._token}-{self._moved}", src_dir_fd=within, dst_dir_fd=self._top)
                 self._moved += 1
                 return
@@ -120,13 +120,14 @@ def _folders(within: int, until_s: float) -> Sequence[str]:
                     os.unlink(entry.name, dir_fd=within)
                 except OSError:  # another user's, or already removed
                     pass
-            if len(found) >= _AT_A_TIME or (count & 255 == 255 and time.monotonic() > until_s):
+            if len(found) >= _MAX_LISTED or (count & 255 == 255 and time.monotonic() > until_s):
                 break
     return found
 
 
-def remove_later(folders: Sequence[str]) -> None:
-    """Removes folders in a background process that nobody waits for. Folders that a supervisor has locked are skipped."""
+def remove_in_background(folders: Sequence[str]) -> None:
+    """Removes folders in a background process, without waiting for it. Folders that a supervisor has locked are
+    skipped."""
     if os.fork():
         return
     try:
@@ -134,34 +135,35 @@ def remove_later(folders: Sequence[str]) -> None:
         os.closerange(0, _DESCRIPTORS)
         _signal.signal(_signal.SIGTERM, _signal.SIG_DFL)
         os.nice(19)
-        until_s = time.monotonic() + _MOST_S
+        until_s = time.monotonic() + _GIVE_UP_S
         for folder in folders:
             try:
-                held = hold(folder)
+                lock = lock_folder(folder)
                 remove_tree(folder, until_s)
-                os.close(held)
+                os.close(lock)
             except OSError:  # in use, or another user's
                 continue
     finally:
         os._exit(0)
 
 
-def left_behind(place: str) -> list[str]:
+def old_scratch_folders(parent: str) -> list[str]:
     """Scratch folders that have been in a folder for a while. Some may be in use."""
     found = []
-    for name in os.listdir(place):
+    for name in os.listdir(parent):
         if name.startswith(FOLDER):
-            folder = os.path.join(place, name)
+            folder = os.path.join(parent, name)
             try:
-                if time.time() - os.lstat(folder).st_ctime > _FRESH_S:  # a newer folder may be about to be locked
+                if time.time() - os.lstat(folder).st_ctime > _MIN_AGE_S:  # a newer folder may be about to be locked
                     found.append(folder)
             except OSError:
                 continue
     return found
 
 
-def hold(folder: str) -> int:
-    """Locks a folder as in use while the descriptor is open. Raises `OSError` if it is locked already."""
+def lock_folder(folder: str) -> int:
+    """Marks a folder as in use by a lock that lasts while the descriptor is open. Raises `OSError` if it is locked
+    already."""
     import fcntl
 
     opened = open_folder(folder)

@@ -50,18 +50,18 @@ class _Serving:
 
     def __init__(self, program: dict[str, Any]) -> None:
         self._program = program
-        self._kept: list[Any] = []
+        self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
-        self._raised: BaseException | None = None
+        self._last_error: BaseException | None = None
 
     def answer(self, line: bytes) -> list[Any]:
-        made: list[Any] = []
-        return self.error_of(lambda: made.extend(self._act(line))) or ["value", *made]
+        result: list[Any] = []
+        return self.error_of(lambda: result.extend(self._act(line))) or ["value", *result]
 
     def line(self, answer: list[Any]) -> bytes:
-        made: list[bytes] = []
-        error = self.error_of(lambda: made.append(codec.dump(answer, self._keep)))
-        return codec.dump(error, self._keep) if error else made[0]
+        result: list[bytes] = []
+        error = self.error_of(lambda: result.append(codec.dump(answer, self._keep)))
+        return codec.dump(error, self._keep) if error else result[0]
 
     def error_of(self, act: Callable[[], None]) -> list[Any] | None:
         try:
@@ -69,14 +69,14 @@ class _Serving:
         except SystemExit:
             raise
         except BaseException as error:
-            self._raised = error
+            self._last_error = error
             return ["error", type(error).__name__, _text(error)]
         finally:
             _flush()
         return None
 
     def _act(self, line: bytes) -> list[Any]:
-        kind, *rest = codec.load_trusted(line, lambda number, *_: self._kept[number])
+        kind, *rest = codec.load_trusted(line, lambda number, *_: self._objects[number])
         if kind == "call":
             what, arguments, named = rest
             return [(self._named(what) if isinstance(what, str) else what)(*arguments, **named)]
@@ -99,7 +99,7 @@ class _Serving:
         if kind == "do":
             name, arguments = rest
             return [getattr(operators if hasattr(operators, name) else builtins, name)(*arguments)]
-        error = self._raised
+        error = self._last_error
         return [[type(error), list(error.args), dict(vars(error))] if error is not None else None]
 
     def _named(self, name: str) -> Any:
@@ -109,8 +109,8 @@ class _Serving:
 
     def _keep(self, value: Any) -> int:
         if id(value) not in self._numbers:  # a kept object stays alive, so that its id stays unique
-            self._numbers[id(value)] = len(self._kept)
-            self._kept.append(value)
+            self._numbers[id(value)] = len(self._objects)
+            self._objects.append(value)
         return self._numbers[id(value)]
 
 

@@ -13,8 +13,8 @@ import sys
 import time
 
 from roll.sandbox.inside import kernel
-from roll.sandbox.inside.program import ENDED, LEFT
-from roll.sandbox.inside.removal import hold, left_behind, remove_later, remove_tree
+from roll.sandbox.inside.program import ENDED, SCRATCH_LEFT
+from roll.sandbox.inside.removal import lock_folder, old_scratch_folders, remove_in_background, remove_tree
 
 TYPE_CHECKING = False  # without importing typing, which is slow
 if TYPE_CHECKING:
@@ -35,13 +35,13 @@ def in_namespaces(config: dict[str, Any], program: Callable[[dict[str, Any]], No
     first = os.fork()
     if first:
         os.write(config["status"], b'{"child-pid": %d}' % first)
-        _stand_by(config, first)
+        _wait_for_child(config, first)
     kernel.die_with_parent(signal.SIGKILL)
     kernel.enter_new_root(config["readable"], config["devices"], config["scratch"], config["scratch_bytes"])
     kernel.drop_capabilities()
-    child = _fork_hidden()
+    child = _fork_undumpable()
     if child:
-        _stand_by(config, child)
+        _wait_for_child(config, child)
     os.setsid()
     if config["filter"]:
         kernel.filter_calls(config["filter"])
@@ -57,25 +57,25 @@ def in_plain(config: dict[str, Any], program: Callable[[dict[str, Any]], None]) 
         kernel.die_with_parent(signal.SIGTERM)
         _end_without_parent(config)
     _make_scratch(config)
-    child = _fork_hidden() if sys.platform == "linux" else os.fork()
+    child = _fork_undumpable() if sys.platform == "linux" else os.fork()
     if child:
-        _stand_by(config, child, clean=True)
-    os.close(config["held"])
+        _wait_for_child(config, child, clean=True)
+    os.close(config["scratch_lock"])
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setsid()
-    _shut_in(config)
+    _isolate(config)
     program(config)
 
 
 def _make_scratch(config: dict[str, Any]) -> None:
     """Creates the scratch folder and locks it, so that cleanup skips it. As root it is a file system of its own."""
     os.mkdir(config["scratch"], 0o700)
-    config["held"] = hold(config["scratch"])
+    config["scratch_lock"] = lock_folder(config["scratch"])
     own = sys.platform == "linux" and "user" in config["guards"]
     config["mounted"] = own and kernel.mount_scratch(config["scratch"], config["scratch_bytes"])
 
 
-def _shut_in(config: dict[str, Any]) -> None:
+def _isolate(config: dict[str, Any]) -> None:
     guards, scratch = config["guards"], config["scratch"]
     if "user" in guards:
         user = _own_user(config, scratch)
@@ -106,9 +106,9 @@ def _own_user(config: dict[str, Any], scratch: str) -> int:
     raise OSError("the scratch folder cannot be given to another user")
 
 
-def _stand_by(config: dict[str, Any], child: int, clean: bool = False) -> NoReturn:
+def _wait_for_child(config: dict[str, Any], child: int, clean: bool = False) -> NoReturn:
     """Reaps ended processes until the child has ended, and exits with its status."""
-    for fd in (0, 1, 2, config["payload"], *config["joins"]):
+    for fd in (0, 1, 2, config["payload"], *config["join_fds"]):
         os.close(fd)
     code = _reap_until(child)
     if clean:
@@ -118,7 +118,7 @@ def _stand_by(config: dict[str, Any], child: int, clean: bool = False) -> NoRetu
     os._exit(code)
 
 
-def _fork_hidden() -> int:
+def _fork_undumpable() -> int:
     """Forks; no process of the same user can inspect, write to or interrupt the parent, at any moment."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     kernel.set_dumpable(0)
@@ -142,19 +142,19 @@ def _finish(config: dict[str, Any], code: int) -> NoReturn:
     """Ends all descendants, removes the scratch folder (in another process if it takes long), and exits."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_descendants()
-    later = left_behind(os.path.dirname(config["scratch"])) if config["tidy"] else []
+    remaining = old_scratch_folders(os.path.dirname(config["scratch"])) if config["tidy"] else []
     try:
         if config["mounted"]:
             kernel.unmount(config["scratch"])
-        gone = remove_tree(config["scratch"], time.monotonic() + _REMOVE_S)
+        removed = remove_tree(config["scratch"], time.monotonic() + _REMOVE_S)
     except OSError:
-        gone = False
-    if not gone:
-        os.write(config["status"], LEFT)
-        later.append(config["scratch"])
-    if later:
-        os.close(config["held"])
-        remove_later(later)
+        removed = False
+    if not removed:
+        os.write(config["status"], SCRATCH_LEFT)
+        remaining.append(config["scratch"])
+    if remaining:
+        os.close(config["scratch_lock"])
+        remove_in_background(remaining)
     os._exit(code)
 
 
