@@ -83,7 +83,7 @@ def _of_domains(
         domain = task.domain if labelled and task.domain != UNLABELLED else section
         if domain not in domains:
             raise UserError(
-                f"domains.{section}: its source gave the task {task.id!r} of the domain {domain!r}, which nobody handles"
+                f"domains.{section}: its source gave the task {task.id!r} of the domain {domain!r}, which has no section"
                 f"{did_you_mean(domain, domains)}: write domains.{domain} with a reward, or leave the task's domain out "
                 f"for it to be of {section!r}"
             )

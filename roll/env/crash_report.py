@@ -18,7 +18,7 @@ FAULT_HEADER = b"Fatal Py"
 """The first bytes of the fault handler's output, in place of a frame header."""
 MAIN = -1
 """Instead of an environment: the code that is being imported."""
-current_env: contextvars.ContextVar[int | None] = contextvars.ContextVar("place", default=None)
+current_env: contextvars.ContextVar[int | None] = contextvars.ContextVar("env_handle", default=None)
 """The environment whose code is running."""
 
 _DEADLY = {signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTERM}

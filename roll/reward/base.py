@@ -58,7 +58,7 @@ class PartFailure(Exception):
         self.kind: FailureKind = kind
 
 
-on_part_start: ContextVar[Callable[[str], None] | None] = ContextVar("entering")
+on_part_start: ContextVar[Callable[[str], None] | None] = ContextVar("on_part_start")
 """Called by a composed reward with the part that is about to judge, so that a part that hangs or crashes can be named."""
 
 

@@ -19,7 +19,7 @@ from roll.reward.extract import strip_thinking
 RoleScores: TypeAlias = Mapping[str, Mapping[str, float]]
 """The scores that roles gave an attempt: the values of each part, by the part's name ("" for a whole reward)."""
 
-role_scores: ContextVar[RoleScores] = ContextVar("said")
+role_scores: ContextVar[RoleScores] = ContextVar("role_scores")
 """The roles' scores of the attempt that the grader is judging."""
 
 

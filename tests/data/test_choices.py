@@ -45,7 +45,7 @@ def test_every_form_is_the_same_choices(form: str) -> None:
     assert str(choices) == "A. ice\nB. fog\nC. rain\nD. snow"
 
 
-def said(answer: Any, text: str, choices: Any) -> float:
+def score_of(answer: Any, text: str, choices: Any) -> float:
     return Choice()(Task.ask("t", "?", answer, choices=choices), Response(text, 1, "stop"))
 
 
@@ -53,9 +53,9 @@ def said(answer: Any, text: str, choices: Any) -> float:
 @pytest.mark.parametrize("answer", ["C", "(c)", "rain"])
 def test_the_reward_reads_every_form(form: str, answer: Any) -> None:
     for text in ("C", "The answer is (C).", "It is rain."):
-        assert said(answer, text, FORMS[form]) == 1.0
+        assert score_of(answer, text, FORMS[form]) == 1.0
     for text in ("D", "The answer is (B).", "It is snow."):
-        assert said(answer, text, FORMS[form]) == 0.0
+        assert score_of(answer, text, FORMS[form]) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_an_answer_is_a_label_first(published: Any, answer: Any, position: int) 
     ("by", "answer", "position"),
     [("index", "2", 2), ("number", "2", 1), ("text", "2", 0), ("label", "b", 1), ("key", "2", 2)],
 )
-def test_how_an_answer_is_read_can_be_said(by: Any, answer: str, position: int) -> None:
+def test_how_an_answer_is_read_can_be_set(by: Any, answer: str, position: int) -> None:
     assert Choices.of(["2", "5", "7"]).position(answer, by) == position
 
 
@@ -116,7 +116,7 @@ def test_an_answer_that_names_none_is_refused(answer: Any) -> None:
         (5, "is not a list of texts"),
     ],
 )
-def test_what_are_no_choices_is_said(published: Any, says: str) -> None:
+def test_what_are_no_choices_is_reported(published: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Choices.of(published)
 
@@ -151,10 +151,15 @@ def test_a_shuffle_keeps_every_choice_and_repeats(texts: list[str], seed: str) -
 def test_digits_are_accepted_where_they_are_the_labels() -> None:
     """Of a task that a user wrote: its prompt may show the digits."""
     digits = FORMS["digits"]
-    assert said("3", "3", digits) == said("3", "The answer is 3.", digits) == said("3", r"\boxed{3}", digits) == 1.0
-    assert said("3", "2 things are white. The answer is C.", digits) == 1.0
-    assert said("3", "4", digits) == said("3", "The answer is (2).", digits) == 0.0
-    assert said("C", "3", SKY) == 0.0
+    assert (
+        score_of("3", "3", digits)
+        == score_of("3", "The answer is 3.", digits)
+        == score_of("3", r"\boxed{3}", digits)
+        == 1.0
+    )
+    assert score_of("3", "2 things are white. The answer is C.", digits) == 1.0
+    assert score_of("3", "4", digits) == score_of("3", "The answer is (2).", digits) == 0.0
+    assert score_of("C", "3", SKY) == 0.0
 
 
 def rows(tmp_path: Path, *rows: dict[str, Any], **options: Any) -> list[Task]:

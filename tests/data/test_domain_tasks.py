@@ -77,12 +77,12 @@ def test_so_may_the_rows_of_a_table(folder: Path) -> None:
     tasks = load(maths={"tasks": {"source": "a.jsonl", "options": options}}, code={})
     assert [task.domain for task in tasks.train] == ["maths", "code", "maths"]
     said = refusal(maths={"tasks": {"source": "a.jsonl", "options": options}})
-    assert "its source gave the task 'line-2' of the domain 'code', which nobody handles: write domains.code" in said
+    assert "its source gave the task 'line-2' of the domain 'code', which has no section: write domains.code" in said
 
 
 def test_a_domain_nobody_handles_is_refused_in_either_split() -> None:
     said = refusal(aa={"tasks": "my_domains.py:labelled"}, b={})
-    assert said.startswith("domains.aa: its source gave the task 'a train' of the domain 'a', which nobody handles; did")
+    assert said.startswith("domains.aa: its source gave the task 'a train' of the domain 'a', which has no section; did")
 
 
 def test_what_is_measured_only_has_nothing_to_train_on() -> None:
@@ -107,7 +107,7 @@ def test_what_is_measured_only_has_nothing_to_train_on() -> None:
         ({"a": {"tasks": "ehco"}}, "domains.a.tasks.source 'ehco' is not known"),
     ],
 )
-def test_what_cannot_work_is_said_with_its_domain(domains: dict[str, Any], says: str) -> None:
+def test_what_cannot_work_is_reported_with_its_domain(domains: dict[str, Any], says: str) -> None:
     assert says in refusal(**domains)
 
 

@@ -41,12 +41,12 @@ def test_sets_are_held_out_in_place_of_the_runs_own_tasks_and_training_stays() -
     assert all(task.id.startswith(task.domain.removeprefix("eval/") + "/") for task in found.held_out)
 
 
-def test_a_file_is_asked_whole_unless_it_says_what_is_held_out() -> None:
+def test_all_of_a_file_is_evaluated_unless_it_says_what_is_held_out() -> None:
     assert len(held_out(file="rows.jsonl").held_out) == 20
     assert len(held_out(file={"source": "rows.jsonl", "options": {"held_out": 5}}).held_out) == 5
 
 
-def test_of_any_other_source_only_held_out_tasks_are_asked() -> None:
+def test_of_any_other_source_only_held_out_tasks_are_evaluated() -> None:
     trained = {task.id for task in load_tasks(Config().tasks).train}
     asked = {task.id.removeprefix("sums/") for task in held_out(sums="addition").held_out}
     assert asked

@@ -98,7 +98,7 @@ def test_a_quote_that_is_never_closed_ends(tmp_path: Path) -> None:
         ({"question": "q", "other": [{"a": "\udfff"}]}, "'other' has half of a character"),
     ],
 )
-def test_values_of_other_types_are_refused_by_place_and_column(row: dict[str, Any], part: str, tmp_path: Path) -> None:
+def test_values_of_other_types_are_refused_with_their_location(row: dict[str, Any], part: str, tmp_path: Path) -> None:
     whole = {"answer": 1, "id": 1, "domain": "d", **row}
     path = written(tmp_path, "x.jsonl", line(question="q", answer=1, id=0, domain="d") + line(**whole))
     said = refusal(path, id="id", domain="domain")
@@ -133,7 +133,7 @@ def test_objects_in_prompts_are_refused(tmp_path: Path) -> None:
         ("x.jsonl", b"\x1f\x8b\x08\x00", "x.jsonl:1"),
     ],
 )
-def test_damaged_files_are_refused_by_place(name: str, content: str | bytes, part: str, tmp_path: Path) -> None:
+def test_damaged_files_are_refused_with_location(name: str, content: str | bytes, part: str, tmp_path: Path) -> None:
     if name.endswith(".parquet"):
         pytest.importorskip("pyarrow")
     assert part in refusal(written(tmp_path, name, content))

@@ -55,7 +55,7 @@ def test_several_families_by_weight() -> None:
     assert all(len(task.answer) <= 4 for task in spelled)
 
 
-def test_what_is_held_out_is_never_asked_in_training() -> None:
+def test_what_is_held_out_is_never_trained_on() -> None:
     """Also where there are fewer questions than tasks."""
     tasks = load("reasoning_gym:leg_counting", count=300, held_out=60, max_animals=1, min_animals=1, max_instances=2)
     asked = {task.question for task in tasks.train}
@@ -142,7 +142,7 @@ def test_puzzles_may_be_imitated() -> None:
         ("reasoning_gym", {"families": {"chain_sum": {"weight": "x"}}}, "the weight of family 'chain_sum' is 'x'"),
     ],
 )
-def test_what_cannot_work_is_said(source: str, options: dict[str, Any], says: str) -> None:
+def test_what_cannot_work_is_reported(source: str, options: dict[str, Any], says: str) -> None:
     assert says in refusal(source, **options)
 
 

@@ -200,7 +200,7 @@ def test_a_missing_reader_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"part": "train"}, "is a file, which has no part 'train': leave it out"),
     ],
 )
-def test_what_cannot_work_is_said(tmp_path: Path, options: dict[str, Any], says: str) -> None:
+def test_what_cannot_work_is_reported(tmp_path: Path, options: dict[str, Any], says: str) -> None:
     assert says in refusal(write("jsonl", tmp_path, ROWS), **{"question": "ask", "answer": "gold", **options})
 
 

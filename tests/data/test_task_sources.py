@@ -75,7 +75,7 @@ def test_addition_by_default_holds_out_a_third_and_stays_the_same() -> None:
     assert tasks != load("addition", seed=1)
 
 
-def test_addition_asks_as_it_is_told() -> None:
+def test_addition_uses_its_question_option() -> None:
     tasks = load("addition", question="{b} and {a}?", low=1, high=2, held_out=0)
     assert {task.question for task in tasks.train} == {"1 and 1?", "2 and 1?", "1 and 2?", "2 and 2?"}
 
@@ -216,7 +216,7 @@ def test_a_function_of_the_users(folder: Path, place: str) -> None:
         ("addition", {"low": 9, "high": 3}, "the source 'addition' has no tasks to train on"),
     ],
 )
-def test_what_cannot_work_is_said(folder: Path, source: str, options: dict[str, Any], says: str) -> None:
+def test_what_cannot_work_is_reported(folder: Path, source: str, options: dict[str, Any], says: str) -> None:
     (folder / "my_tasks.py").write_text(SOURCE)
     assert says in refusal(source, **options)
 

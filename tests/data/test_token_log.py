@@ -195,7 +195,7 @@ def test_the_width_of_experts_numbers_leaves_one_for_none() -> None:
         (np.zeros((1, 2), np.uint16), "routes of 2 uint16 per token follow 2 uint8"),
     ],
 )
-def test_routes_that_do_not_go_on_from_those_before_are_refused(routes: np.ndarray, said: str) -> None:
+def test_routes_that_do_not_continue_the_earlier_ones_are_refused(routes: np.ndarray, said: str) -> None:
     log = TokenLog()
     log.prompt([1, 2])
     log.respond([3], [0.0], [0], np.zeros((2, 2), np.uint8))

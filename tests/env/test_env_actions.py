@@ -142,7 +142,7 @@ def test_free_text_is_read_by_the_environment() -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_what_is_no_action_is_told_costs_its_penalty_and_changes_nothing(format: Format) -> None:
+def test_an_invalid_action_is_reported_costs_its_penalty_and_changes_nothing(format: Format) -> None:
     world = Corridor(format=format, invalid_penalty=0.25)
     assert world.reset(1) == ("cell 1", {"state": 1})
     for number, said in enumerate(["", world.format_action("jump"), "?!"], 1):

@@ -83,7 +83,7 @@ def test_several_moves_end_with_the_first_that_ends_the_episode() -> None:
         ({"format": "free", "moves": 2}, "left\nup up up", "these are 3 moves"),
     ],
 )
-def test_what_is_no_move_is_told_and_costs(options: dict[str, object], said: str, says: str) -> None:
+def test_what_is_no_move_is_reported_and_costs(options: dict[str, object], said: str, says: str) -> None:
     world = on(MAP, invalid_penalty=0.1, **options)
     step = world.step(said)
     assert says in str(step.observation)

@@ -276,7 +276,7 @@ def test_a_kind_at_its_limit_waits_and_holds_up_nobody_else() -> None:
     with_pool(use, workers=2, limits={limited: 2})
 
 
-def test_who_waits_for_its_kind_too_long_is_told_what_is_taken() -> None:
+def test_an_episode_that_waits_too_long_is_told_which_slots_are_in_use() -> None:
     async def use(pool: EnvPool) -> None:
         await pool.reset("a", world())
         kind, reason = await outcome(pool.reset("b", world()))
@@ -393,7 +393,9 @@ def test_a_crash_says_how_many_calls_may_have_caused_it(busy: int) -> None:
         (("segfault",), "had a fault (__init__.py:"),
     ],
 )
-def test_who_ended_the_process_is_told_and_its_neighbours_are_lost(action: tuple[Any, ...], says: str, kind: str) -> None:
+def test_the_environment_that_ended_its_process_is_named_and_others_are_lost(
+    action: tuple[Any, ...], says: str, kind: str
+) -> None:
     async def use(pool: EnvPool) -> None:
         for name in ("guilty", "busy", "idle"):
             await pool.reset(name, world(kind=kind))
@@ -439,7 +441,7 @@ def test_who_is_alone_counts_for_the_limit_of_its_kind() -> None:
     with_pool(use, limits={f"{WORLDS}:World": 1})
 
 
-def test_what_is_known_at_once_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_known_at_once_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Grace is for what may still be on its way: not for a call that hangs in a process which lives, nor for one that
     ended and left a copy of itself."""
 

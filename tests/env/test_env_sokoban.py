@@ -14,7 +14,7 @@ from roll.env.sokoban_levels import Cells, Level, make_level, solve
 SIZES = [(6, 6, 1, 250), (5, 7, 1, 60), (6, 6, 2, 100), (8, 8, 2, 30), (10, 10, 3, 4)]
 
 
-def room(text: str) -> Level:
+def level_of(text: str) -> Level:
     cells = {(r, c): symbol for r, row in enumerate(text.split("\n")) for c, symbol in enumerate(row.split())}
 
     def where(symbols: str) -> Cells:
@@ -28,7 +28,7 @@ def room(text: str) -> Level:
 def world(text: str, **options: object) -> Sokoban:
     made = Sokoban(**options)  # type: ignore[arg-type]
     made.reset(0)
-    made._level = room(text)
+    made._level = level_of(text)
     return made
 
 

@@ -43,7 +43,7 @@ def test_the_format_json_tells_its_tool_and_others_none() -> None:
     assert begun("python").tools == ()
 
 
-def test_a_method_is_asked_once_the_episode_has_begun() -> None:
+def test_a_method_is_called_once_the_episode_has_begun() -> None:
     assert begun(CALLER).tools == ({"name": "act3"},)
 
 

@@ -111,7 +111,7 @@ def test_a_search_that_finds_nothing_leads_back() -> None:
         ("", "there is no search"),
     ],
 )
-def test_what_cannot_be_done_is_said_costs_a_little_and_changes_nothing(said: str, reason: str) -> None:
+def test_what_cannot_be_done_is_reported_costs_a_little_and_changes_nothing(said: str, reason: str) -> None:
     world = begun(invalid_penalty=0.25)
     step = world.step(said)
     assert (step.reward, step.done, step.info["invalid"]) == (-0.25, False, 1.0)

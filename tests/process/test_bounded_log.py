@@ -73,7 +73,7 @@ def test_writers_share_a_log(tmp_path: Path) -> None:
     assert dropped(tmp_path / "log") + sum(len(part) for part in parts(tmp_path / "log")) >= 2 * 2000 * 61
 
 
-def test_what_could_not_be_written_is_said_later(tmp_path: Path) -> None:
+def test_what_could_not_be_written_is_reported_later(tmp_path: Path) -> None:
     log = BoundedLog(tmp_path / "there" / "log", LIMIT)
     log.write(b"lost")
     (tmp_path / "there").mkdir()

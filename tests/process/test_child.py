@@ -72,7 +72,7 @@ def test_it_answers_in_its_environment_and_prints_to_the_log(tmp_path: Path, mon
         (f"os.kill(os.getpid(), {signal.SIGRTMIN + 1})", f"was killed by signal {signal.SIGRTMIN + 1}"),
     ],
 )
-def test_how_it_ended_is_told_and_what_it_started_ends_too(
+def test_its_exit_reason_is_reported_and_what_it_started_ends_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, says: str
 ) -> None:
     async def use(child: ManagedProcess) -> None:
@@ -111,7 +111,7 @@ def test_an_error_is_one_line_with_where_it_was_raised(error: Exception, says: s
     assert reason(caught.value).startswith(f"{says} (test_child.py:")
 
 
-def test_what_an_error_came_of_is_said_first() -> None:
+def test_the_root_cause_of_an_error_comes_first() -> None:
     def fails(quietly: bool) -> None:
         try:
             {}["a"]
@@ -129,7 +129,7 @@ def test_what_an_error_came_of_is_said_first() -> None:
         assert re.fullmatch(says, reason(caught.value))
 
 
-def test_each_failure_is_told_once_and_only_the_first_of_many(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_failure_is_logged_once_and_only_the_first_of_many(capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(100):
         log_failure(f"failure {number}\n")
         log_failure(f"failure {number}\n")

@@ -146,7 +146,7 @@ def test_a_caller_cancelled_during_the_cleanup_after_an_error_hears_of_it_when_t
     assert go(main()) == []
 
 
-def test_a_deadline_around_it_is_told_from_a_cancellation() -> None:
+def test_a_deadline_around_it_is_distinguished_from_a_cancellation() -> None:
     work = Work(1_000_000, cleans=5)
 
     async def main() -> None:

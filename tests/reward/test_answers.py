@@ -61,7 +61,7 @@ def _one(answer: Any, info: dict[str, Any]) -> list[Task]:
     return [Task.ask("q1", "?", answer, **info)]
 
 
-def test_of_several_faults_the_first_is_told_and_the_others_named() -> None:
+def test_of_several_faults_the_first_is_described_and_the_others_named() -> None:
     with pytest.raises(UserError, match=r"task 'q1', 'a', is not.*\(the same holds for 4 more: 'q2', 'q3', 'q4' …\)$"):
         check_answers(RewardSpec.of("number"), tasks(1, "a", "b", "c", "d", "e"))
 

@@ -271,7 +271,7 @@ def test_tests_that_nest_too_deep_are_refused(info: dict[str, Any]) -> None:
         graded(ADD, info)
 
 
-def test_graders_go_on_after_every_attack() -> None:
+def test_graders_continue_after_every_attack() -> None:
     attacks = [
         "import os\nwhile True: os.fork()",
         "x = []\nwhile True: x.append(bytearray(10**7))",
@@ -332,7 +332,7 @@ def test_outputs_are_compared_without_spaces_at_the_ends() -> None:
     assert not same_output("1 2", "1  2")
 
 
-def test_values_are_compared_by_type_where_that_is_asked() -> None:
+def test_values_are_compared_by_type_where_that_is_required() -> None:
     assert same([1, (2, 3)], (1, [2, 3]))
     assert not same([1, (2, 3)], (1, [2, 3]), exact=True)
     assert same({"a": [1.0]}, {"a": (1.0000001,)}, tolerance=1e-6)

@@ -112,7 +112,7 @@ def test_verdicts_outlive_the_process_that_gave_them() -> None:
     with_pool(use, reward=STEADY, cache=100, deadline_s=20)
 
 
-def test_failures_and_verdicts_of_rewards_that_promise_nothing_are_not_kept() -> None:
+def test_failures_and_verdicts_of_rewards_that_promise_nothing_are_not_cached() -> None:
     async def use(pool: GraderPool) -> None:
         for _ in range(2):
             await outcome(pool, "give", 1)
@@ -128,7 +128,7 @@ def test_failures_and_verdicts_of_rewards_that_promise_nothing_are_not_kept() ->
     with_pool(fail, reward=STEADY, cache=100, deadline_s=20)
 
 
-def test_built_in_rewards_are_kept_and_services_are_not() -> None:
+def test_built_in_rewards_are_cached_and_services_are_not() -> None:
     async def use(pool: GraderPool) -> None:
         for _ in range(4):
             assert await pool.score(Task.ask("t", "?", "it is 5"), Response("It is 5.", 1, "stop")) == Verdict(1.0)
@@ -169,7 +169,7 @@ def test_only_rewards_of_rolls_own_without_patterns_are_quick() -> None:
 
 
 @given(st.integers(0, 4), st.lists(st.integers(0, 6)))
-def test_the_cache_holds_the_jobs_asked_for_last(size: int, jobs: list[int]) -> None:
+def test_the_cache_holds_the_most_recent_jobs(size: int, jobs: list[int]) -> None:
     cache, recent = VerdictCache(size), list[int]()
     for job in jobs:
         kept = cache.get(bytes([job]))

@@ -79,7 +79,7 @@ def test_instructions_are_checked_in_linear_time(piece: str) -> None:
     assert worth("instructions", piece * (300_000 // len(piece))) is not None
 
 
-def test_sentences_are_told_by_what_stands_near_their_ends() -> None:
+def test_sentences_are_recognised_by_what_stands_near_their_ends() -> None:
     assert len(sentences("Mr. Bach met J. S. Bach, e.g. here. Then he left.")) == 2
     assert sentences("1. First.\n2. Second.") == ["1. First.", "2. Second."]
     assert len(sentences(f"{'x' * 500}. And more.")) == 2
@@ -113,7 +113,7 @@ def compute_for_ever() -> int:
         pass
 
 
-def test_who_judges_in_time_is_not_interrupted_and_timers_go_on() -> None:
+def test_a_judge_that_is_in_time_is_not_interrupted_and_timers_continue() -> None:
     rang: list[int] = []
     before = signal.signal(signal.SIGVTALRM, lambda *_: rang.append(1))
     try:

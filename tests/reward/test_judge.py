@@ -74,7 +74,7 @@ def answers(*script: tuple[int, Any]) -> Any:
         ([(200, "not json"), (200, {"reward": "high"}), (200, 1)], 3, 3),
     ],
 )
-def test_a_service_in_trouble_is_asked_again(script: Any, tries: int, asked: int) -> None:
+def test_a_request_to_a_service_in_trouble_is_retried(script: Any, tries: int, asked: int) -> None:
     answer = answers(*script)
     with serving(answer) as url:
         assert HttpReward(url, tries=tries, backoff_s=0.01)(TASK, RESPONSE) == {"reward": 1}
@@ -270,7 +270,7 @@ def test_a_judge_behind_a_server_judges_in_grader_processes() -> None:
     assert (seen[0]["model"], seen[0]["temperature"], seen[0]["max_tokens"]) == ("m", 0.5, 512)
 
 
-def test_a_server_that_is_no_chat_server_is_said_to_be_none() -> None:
+def test_a_server_that_is_no_chat_server_is_reported() -> None:
     async def failure(url: str) -> str:
         source = RewardSpec.of_config(RewardConfig(name="judge", options={"url": url, "model": "m", "timeout_s": 0.5}))
         async with GraderPool(source) as pool:

@@ -83,7 +83,7 @@ def test_a_single_vote_is_greedy_and_a_second_try_is_not() -> None:
     assert [drawing.temperature for drawing in models.drawn] == [0, 0.7, 0.7]
 
 
-def test_a_greedy_judge_is_not_asked_what_it_said_already() -> None:
+def test_a_greedy_judge_is_not_queried_again() -> None:
     models = Told(0.0, ["hm"])
     with pytest.raises(ScoreFailure, match=r"part 'sound': ValueError: the judge's reply has no verdict"):
         verdict_of({"sound": {"name": "judge", "options": {"temperature": 0.0}}}, models)
@@ -112,7 +112,7 @@ def test_a_role_without_an_answer_fails_the_attempt_by_name(error: Exception, sa
         verdict_of({"liked": "reward_model"}, Told(error))
 
 
-def test_the_same_response_is_asked_about_once_also_while_it_is_awaited() -> None:
+def test_the_same_response_is_sent_once_also_while_its_answer_is_awaited() -> None:
     async def main() -> None:
         models = Told(1.0, slow_s=0.05)
         asks, _ = asking({"liked": "reward_model"}, models, cache=1)
@@ -126,7 +126,7 @@ def test_the_same_response_is_asked_about_once_also_while_it_is_awaited() -> Non
     asyncio.run(main())
 
 
-def test_who_leaves_does_not_take_the_answer_from_others_and_a_failure_is_not_kept() -> None:
+def test_a_cancelled_caller_does_not_cancel_the_others_and_a_failure_is_not_cached() -> None:
     async def main() -> None:
         models = Told(1.0, slow_s=0.05)
         asks, _ = asking({"liked": "reward_model"}, models)

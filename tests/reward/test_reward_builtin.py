@@ -118,7 +118,7 @@ def test_thinking_never_changes_a_verdict(right: int, other: int, place: str, no
 
 
 @given(wholes, wholes, st.sampled_from(range(len(PLACES))), st.sampled_from(range(len(PLACES))))
-def test_an_earlier_kind_of_place_decides(first: int, second: int, a: int, b: int) -> None:
+def test_an_earlier_kind_of_answer_decides(first: int, second: int, a: int, b: int) -> None:
     kind = [0, 1, 2, 3, 3, 4]
     text = f"{PLACES[a].format(first)}\n{PLACES[b].format(second)}"
     assert given_number(text) == (first if kind[a] < kind[b] else second)

@@ -94,7 +94,7 @@ def test_every_letter_is_found_in_every_way_of_saying_it(letter: str, way: str) 
 
 
 @given(st.lists(st.sampled_from("ABCD"), min_size=1))
-def test_the_last_answer_said_counts(letters: list[str]) -> None:
+def test_the_last_stated_answer_counts(letters: list[str]) -> None:
     said = " ".join(f"The answer is ({letter})." for letter in letters)
     assert chosen_letter(said) == letters[-1]
 

@@ -77,7 +77,7 @@ def test_sets_beside_domains_and_beside_a_function(judges: Path) -> None:
     assert [v.reward for v in scores(function, ("x", "5"), ("eval/mine", "5")) if isinstance(v, Verdict)] == [0.25, 7.0]
 
 
-def test_no_role_is_asked_about_a_set_whose_reward_asks_none() -> None:
+def test_no_role_is_queried_for_a_set_whose_reward_needs_none() -> None:
     class Nobody(ScoreBackend):
         pass
 
@@ -88,7 +88,7 @@ def test_no_role_is_asked_about_a_set_whose_reward_asks_none() -> None:
     assert source.model_backed_rewards().keys() == {None, "eval/text"}
 
 
-def test_the_answer_comes_with_the_verdict_only_where_it_is_asked_for(judges: Path) -> None:
+def test_the_answer_comes_with_the_verdict_only_where_it_is_requested(judges: Path) -> None:
     run = RewardSpec.of_config(RewardConfig(name="number"))
     (asked,), (not_asked,) = scores(run, ("d", "It is 5.0"), votes=True), scores(run, ("d", "It is 5.0"))
     assert asked == Verdict(1.0, answer="5")
