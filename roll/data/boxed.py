@@ -8,7 +8,7 @@ _TOKENS = re.compile(r"(?P<box>\\(?:boxed|fbox)(?![a-zA-Z])\s*)|\\.|[{}]", re.DO
 _ARGUMENT = re.compile(r"\\[a-zA-Z]+|[^\s{}$.,]")
 
 
-def boxed(text: str) -> str | None:
+def last_boxed(text: str) -> str | None:
     """The content of the last `\\boxed{}` or `\\fbox{}`, including nested braces; for `\\boxed 2` the 2; None without
     one.
 

@@ -73,12 +73,12 @@ def text_lines(path: Path, layout: FileLayout) -> Iterator[str]:
                 number += 1
                 if len(line) > max_bytes:
                     raise _too_long(path, number, layout.row_mb)
-                yield _decoded(path, number, line)
+                yield _decode_line(path, number, line)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _decoded(path: Path, number: int, line: bytes) -> str:
+def _decode_line(path: Path, number: int, line: bytes) -> str:
     try:
         text = line.decode()
     except UnicodeDecodeError as error:

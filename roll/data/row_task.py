@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from roll.config.errors import UserError
 from roll.config.suggest import did_you_mean
-from roll.data.boxed import boxed
+from roll.data.boxed import last_boxed
 from roll.data.choices import AnswerIs, Choices
 from roll.data.file_layout import ROW_MB
 from roll.data.rows import TableRow, lookup, shortlist
@@ -98,7 +98,7 @@ class RowReader:
             )
 
     @property
-    def needed(self) -> list[str]:
+    def required_columns(self) -> list[str]:
         """The columns that a row must have."""
         options = self.options
         columns = [
@@ -114,7 +114,7 @@ class RowReader:
         return [name for name in (*unique, *(n for n in prompted if n and n not in unique)) if not name.endswith("?")]
 
     def fits(self, row: TableRow) -> bool:
-        return all(has(row, column) for column in self.needed)
+        return all(has(row, column) for column in self.required_columns)
 
     def task(self, row: TableRow, prefix: str = "") -> Task:
         """The task of a row. `prefix` distinguishes rows of one table from those of another."""
@@ -277,7 +277,7 @@ class RowReader:
         if answer is None and (options.answer_boxed or self._pattern is not None):
             raise UserError(f"{row.location}: {options.answer!r} is null: write an answer there, or remove the row")
         if options.answer_boxed:
-            found = boxed(str(answer))
+            found = last_boxed(str(answer))
             if found is None:
                 raise UserError(f"{row.location}: there is no \\boxed{{}} in the answer {str(answer)[-60:]!r}")
             answer = found

@@ -71,7 +71,7 @@ def check_table_options(options: Mapping[str, Any]) -> None:
 def _layout(common: TableOptions, format: DatasetFormat, variants: Sequence[TableOptions]) -> FileLayout:
     if len(common.delimiter) > 1:
         raise UserError(f"tasks.options.delimiter is {common.delimiter!r}, but takes one character")
-    headers = tuple(frozenset(RowReader(variant).needed) for variant in variants)
+    headers = tuple(frozenset(RowReader(variant).required_columns) for variant in variants)
     return FileLayout(
         tuple(common.columns), common.rows, common.delimiter, common.quotes, format.headerless, headers, common.row_mb
     )
@@ -97,7 +97,7 @@ def _task(row: TableRow, readers: Sequence[RowReader], prefix: str = "") -> Task
     """The row's task, by the first reader that fits."""
     fitting = next((reader for reader in readers if reader.fits(row)), None)
     if fitting is None and len(readers) > 1:
-        columns = either([", ".join(reader.needed) for reader in readers])
+        columns = either([", ".join(reader.required_columns) for reader in readers])
         raise UserError(
             f"{row.location}: format {readers[0].options.format!r} has the columns {columns}, but the row has "
             f"{shortlist(row.values)}: name the row's in tasks.options"

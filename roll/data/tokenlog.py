@@ -135,7 +135,7 @@ class TokenLog:
         routes: Routes | None = None,
     ) -> None:
         """Appends sampled tokens with the sampler's log-probabilities and weight versions. `routes` has the rows of the
-        branch's tokens from index `routed` on, including these, as far as they are known."""
+        branch's tokens from index `routed_tokens` on, including these, as far as they are known."""
         if not self._segments:
             raise ValueError("a token log begins with its prompt, not with a response")
         if not len(ids) == len(logprobs) == len(versions):
@@ -231,7 +231,7 @@ class TokenLog:
         return routes
 
     @property
-    def routed(self) -> int:
+    def routed_tokens(self) -> int:
         """Number of the last branch's tokens, from its first on, whose routes are recorded."""
         return self._routed
 

@@ -73,10 +73,10 @@ def dagger(
                 continue
             assert task.environment is not None, "it has actions in one"
             for turn in labels(task.environment, _replay(actions), task.messages, window=window):
-                contents = tuple(message["content"] for message in turn.advised)
+                contents = tuple(message["content"] for message in turn.with_advice)
                 if contents not in seen:
                     seen.add(contents)
-                    yield Chat(f"{task.id}/{len(seen)}", turn.advised, tools=turn.tools, learn="last")
+                    yield Chat(f"{task.id}/{len(seen)}", turn.with_advice, tools=turn.tools, learn="last")
     if split == "train":
         yield from _demonstrations(folders[0], demonstrations)
 

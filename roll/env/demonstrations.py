@@ -45,7 +45,7 @@ def demonstration(
     advice at the start."""
     episode = turns(spec, lambda turn: turn.advice, opening, max_turns, window)
     advised = [turn for turn in episode if turn.advice is not None]
-    chats = [Chat(f"{id}/{number}", turn.advised, tools=turn.tools) for number, turn in enumerate(advised)]
+    chats = [Chat(f"{id}/{number}", turn.with_advice, tools=turn.tools) for number, turn in enumerate(advised)]
     if window:
         yield from (replace(chat, learn="last") for chat in chats)
     elif chats:

@@ -28,7 +28,7 @@ class ExpertTurn:
     tools: tuple[Mapping[str, Any], ...] = ()
 
     @property
-    def advised(self) -> tuple[Message, ...]:
+    def with_advice(self) -> tuple[Message, ...]:
         """The conversation with the expert's answer appended."""
         assert self.advice is not None, "the expert has no advice"
         return (*self.messages, Message(role="assistant", content=self.advice))

@@ -162,9 +162,9 @@ class EnvPool:
         self._raise_if_ended()
         episode = self._episodes.get(episode_id)
         if episode is None:
-            raise self._counted(EnvFailure("lost", f"episode {episode_id!r} is not open here"))
+            raise self._count_failure(EnvFailure("lost", f"episode {episode_id!r} is not open here"))
         if episode.busy:
-            raise self._counted(
+            raise self._count_failure(
                 EnvFailure("invalid", f"episode {episode_id!r} already has a call in flight: make one at a time")
             )
         act = self._ask(episode, ipc.EnvAct(episode.handle, action), self._deadlines.step_s, "step")
@@ -216,7 +216,7 @@ class EnvPool:
         sweep()
 
     async def _open(self, episode: _Episode, spec: EnvSpec, alone: bool) -> ipc.Result:
-        spec = _located(spec)
+        spec = _make_portable(spec)
         options = _pack(spec)
         process = await self._acquire_slot(episode)
         if alone:
@@ -247,7 +247,7 @@ class EnvPool:
         except EnvFailure as failure:
             self._release(episode)
             self._raise_if_ended()
-            raise self._counted(failure) from None
+            raise self._count_failure(failure) from None
         except BaseException:
             self._release(episode)
             raise
@@ -395,12 +395,12 @@ class EnvPool:
         if self._end_error is not None:
             raise RunError(str(self._end_error))
 
-    def _counted(self, failure: EnvFailure) -> EnvFailure:
+    def _count_failure(self, failure: EnvFailure) -> EnvFailure:
         self._counts[failure.kind] += 1
         return failure
 
 
-def _located(spec: EnvSpec) -> EnvSpec:
+def _make_portable(spec: EnvSpec) -> EnvSpec:
     try:
         return portable_spec(spec)
     except UserError as error:

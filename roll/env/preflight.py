@@ -36,7 +36,7 @@ def episodes(spec: EnvSpec) -> int | None:
     check_options(spec.name, factory, spec.options)
     if not checks_values(spec.name):
         return None
-    check_types(_wrapped(factory), spec.options, f"environment {spec.name!r}: ")
+    check_types(_unwrap(factory), spec.options, f"environment {spec.name!r}: ")
     return None if _is_foreign(spec.name) else _episode_count(spec, factory)
 
 
@@ -50,7 +50,7 @@ def _episode_count(spec: EnvSpec, factory: Factory) -> int | None:
     try:
         environment = factory(**resolve_options(name, spec.options, spec.root))
     except (UserError, ValueError) as error:
-        message = str(error).removeprefix(f"{name}: ").removeprefix(f"{_wrapped(factory).__name__}: ")
+        message = str(error).removeprefix(f"{name}: ").removeprefix(f"{_unwrap(factory).__name__}: ")
         raise EnvSpecError(f"environment {name!r}: {message}") from error
     except Exception as error:
         raise EnvSpecError(f"environment {name!r}: making one raised {type(error).__name__}: {error}") from error
@@ -59,7 +59,7 @@ def _episode_count(spec: EnvSpec, factory: Factory) -> int | None:
     return count
 
 
-def _wrapped(factory: Factory) -> Factory:
+def _unwrap(factory: Factory) -> Factory:
     """The class whose signature to check: for a library's environment, the wrapper around it."""
     wrapped: Factory = getattr(factory, "func", factory)
     return wrapped

@@ -63,7 +63,7 @@ class Code:
     def __call__(self, task: Task, response: Response) -> Mapping[str, float]:
         tests = tests_of(task)
         source = program_in(strip_thinking(response.text) or "", self.block)
-        passed = self.passed(source, tests) if source.strip() else [False] * len(tests.tests)
+        passed = self.run_tests(source, tests) if source.strip() else [False] * len(tests.tests)
         share = sum(passed) / len(passed)
         return {"reward": float(all(passed)) if self.credit == "all" else share, "tests_passed": share}
 
@@ -78,7 +78,7 @@ class Code:
         """Always checks: raises `ValueError` if the task has no tests that can be read."""
         return bool(tests_of(task).tests)
 
-    def passed(self, source: str, tests: CodeTests, sandbox: Sandbox | None = None) -> list[bool]:
+    def run_tests(self, source: str, tests: CodeTests, sandbox: Sandbox | None = None) -> list[bool]:
         """Per test, whether the program passes it. If only all of them count, the first failure ends it."""
         runner = _Trial(self, tests.with_prefix(source), tests.setup, sandbox or self._sandbox())
         passed: list[bool] = []

@@ -37,10 +37,10 @@ def make(
         if not inspect.isclass(found):
             return _of_function(name, found, options, where)
         _bind(name, found, (), options, where)
-        return callable_reward(name, _made(found, options, where), where)
+        return callable_reward(name, _construct(found, options, where), where)
     factory = _factory(name)
     _bind(name, factory, (), options, where)
-    return cast(RewardFn, _made(factory, options, where))
+    return cast(RewardFn, _construct(factory, options, where))
 
 
 def check_built_in(name: str, options: Mapping[str, Any], where: str = "reward") -> None:
@@ -83,7 +83,7 @@ def _factory(name: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], getattr(importlib.import_module(module), attribute))
 
 
-def _made(factory: Callable[..., Any], options: Mapping[str, Any], where: str) -> Any:
+def _construct(factory: Callable[..., Any], options: Mapping[str, Any], where: str) -> Any:
     try:
         return factory(**options)
     except (TypeError, ValueError) as error:

@@ -108,7 +108,7 @@ def judge_attempt(
         deterministic = is_deterministic(function, task)
         answer = answer_of(function, task, response) if votes else None
     except BaseException as error:  # SystemExit too: sys.exit() in a reward counts as raised
-        return _failed(error)
+        return _failure_of(error)
     try:
         return GraderScored(
             replace(normalise(result, _who(function, task)), answer=answer), seconds, parts_s, deterministic
@@ -126,7 +126,7 @@ def _who(function: RewardFn, task: Task) -> str:
     return f"the reward function {name_of(domain_reward or function)!r}"
 
 
-def _failed(error: BaseException) -> tuple[GraderFailed, bool]:
+def _failure_of(error: BaseException) -> tuple[GraderFailed, bool]:
     """The failure for an exception, naming the part that raised it, and whether it ran out of memory."""
     kind: FailureKind = "raised"
     part = ""

@@ -100,7 +100,7 @@ class Judge:
             unread = next(reply for reply in replies if isinstance(reply, str))
             raise ValueError(f"the judge's reply has no verdict ({self.tries} tries): {unread[-200:]!r}")
         unread_share = 1 - len(votes) / len(replies)
-        return {"reward": self._combined(votes), "spread": max(votes) - min(votes), "unread": unread_share}
+        return {"reward": self._combine(votes), "spread": max(votes) - min(votes), "unread": unread_share}
 
     def messages(self, task: Task, response: Response) -> list[Message]:
         """The conversation that asks for a verdict. Placeholders inside the response are not filled in."""
@@ -139,7 +139,7 @@ class Judge:
                 return verdict
         return reply
 
-    def _combined(self, votes: Sequence[float]) -> float:
+    def _combine(self, votes: Sequence[float]) -> float:
         if self.combine == "majority":
             return min(statistics.multimode(votes))
         return statistics.median(votes) if self.combine == "median" else statistics.fmean(votes)

@@ -116,7 +116,7 @@ def tidy(text: str) -> str:
     text = " ".join(text.split())
     if not re.match(r"\\?[(\[{]", text):  # (1,234) is a pair
         text = _GROUPED.sub(lambda m: m[0].replace(",", "").replace(" ", ""), text)
-    text = _REPEATING.sub(_repeated, text)
+    text = _REPEATING.sub(_repeating_fraction, text)
     text = text.rstrip(".,;: ") if not text.endswith(("\\,", "\\;")) else text
     return _bare(text)
 
@@ -126,7 +126,7 @@ def _as_frac(vulgar: re.Match[str]) -> str:
     return rf"\frac{{{over}}}{{{under}}}"
 
 
-def _repeated(match: re.Match[str]) -> str:
+def _repeating_fraction(match: re.Match[str]) -> str:
     """A repeating decimal as a fraction."""
     whole, fixed, period = match[1] or "0", match[2], match[3]
     under = 10 ** len(fixed) * (10 ** len(period) - 1)

@@ -181,9 +181,9 @@ def _equal(gold: str, attempt: str, step_s: int) -> bool:
         return False
     gold_sides, attempt_sides = equation_sides(gold), equation_sides(attempt)
     if len(gold_sides) > 1:
-        return _verified(gold, attempt, step_s)
+        return _verify(gold, attempt, step_s)
     return len(attempt_sides) <= _MAX_SIDES and all(
-        _verified(gold_sides[0], side, step_s) for side in reversed(attempt_sides)
+        _verify(gold_sides[0], side, step_s) for side in reversed(attempt_sides)
     )
 
 
@@ -225,7 +225,7 @@ def _written(expression: Any) -> str:
     return str(expression)
 
 
-def _verified(gold: str, attempt: str, step_s: int) -> bool:
+def _verify(gold: str, attempt: str, step_s: int) -> bool:
     verifier = _math_verify()
     return bool(verifier.verify(_parsed(gold, step_s), _parse(attempt, step_s), timeout_seconds=step_s))
 

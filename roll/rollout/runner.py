@@ -219,7 +219,7 @@ class SampleRunner:
             left = sampling
             if drawn.tokens:
                 left = replace(sampling, max_new_tokens=sampling.max_new_tokens - drawn.tokens)
-            known = sample.log.routed + drawn.routed if sample.records else None
+            known = sample.log.routed_tokens + drawn.routed if sample.records else None
             request = Request(sample.id, drawn.after(prompt), left, drawn.tokens, known)
             began_s = asyncio.get_running_loop().time()
             try:

@@ -184,14 +184,14 @@ class Cgroup:
             os.mkdir(folder, 0o755)
         # Version 1 can move a single thread, which the program is at first, without blocking every other fork.
         name = "tasks" if self._version == 1 else "cgroup.procs"
-        self.join_fds = tuple(self._opened(f"{folder}/{name}") for folder in self.folders)
+        self.join_fds = tuple(self._open(f"{folder}/{name}") for folder in self.folders)
         """Descriptors by which a process joins: it writes `0` to each."""
         if self._version == 2:
             with contextlib.suppress(OSError):
                 _write(f"{self.folders[0]}/memory.oom.group", "1")
         self._seen_oom_kills = self._oom_kills()
 
-    def _opened(self, path: str) -> int:
+    def _open(self, path: str) -> int:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         self._closing.callback(os.close, fd)
         return fd
@@ -270,7 +270,7 @@ class CgroupPool:
     @contextlib.contextmanager
     def group(self, limits: Limits) -> Iterator[Cgroup]:
         """A group with these limits for one program. Processes that are left in it at the end are killed."""
-        group = self._limited(limits)
+        group = self._acquire(limits)
         is_usable = False
         try:
             yield group
@@ -283,7 +283,7 @@ class CgroupPool:
             else:
                 group.remove()
 
-    def _limited(self, limits: Limits) -> Cgroup:
+    def _acquire(self, limits: Limits) -> Cgroup:
         with self._lock:
             idle = self._idle.pop() if self._idle else None
         if idle is not None:

@@ -139,7 +139,7 @@ def call_filter(sandbox: Sandbox) -> bytes:
         return b""
     plain, counted = sandbox.level == "plain", sandbox.cgroups is not None
     own_user = not plain or "user" in sandbox.guards
-    made = seccomp_filter.call_filter(
+    bpf = seccomp_filter.call_filter(
         cast("seccomp_filter.Machine", kernel.machine()),
         watched=plain or not counted,
         signals=not own_user and kernel.landlock_version() < LANDLOCK_SIGNALS,
@@ -147,11 +147,11 @@ def call_filter(sandbox: Sandbox) -> bytes:
         own_user=own_user,
     )
     # the program is the second process, after bubblewrap's own
-    return kernel.for_process(made, 2) if sandbox.level == "bubblewrap" else made
+    return kernel.for_process(bpf, 2) if sandbox.level == "bubblewrap" else bpf
 
 
 @contextlib.contextmanager
-def sealed(content: bytes) -> Iterator[int]:
+def sealed_file(content: bytes) -> Iterator[int]:
     """A descriptor to read the content from, which no holder can change or enlarge."""
     if not hasattr(os, "memfd_create"):
         with tempfile.TemporaryFile() as file:

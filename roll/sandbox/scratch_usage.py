@@ -208,7 +208,7 @@ def _count_open(pids: list[int], folder: str, count: _Count) -> frozenset[int]:
         for thread in _list_folder(f"/proc/{pid}/task"):
             proc_path = f"/proc/{pid}/task/{thread}"
             try:
-                for found in _opened(proc_path):
+                for found in _open_files(proc_path):
                     if found.st_nlink == 0 and found.st_dev == device and stat.S_ISREG(found.st_mode):
                         count.add(found)
                 _count_mapped(proc_path, folder, count)
@@ -220,7 +220,7 @@ def _count_open(pids: list[int], folder: str, count: _Count) -> frozenset[int]:
     return frozenset(hidden)
 
 
-def _opened(proc_path: str) -> Iterator[os.stat_result]:
+def _open_files(proc_path: str) -> Iterator[os.stat_result]:
     for number in os.listdir(f"{proc_path}/fd"):
         with contextlib.suppress(FileNotFoundError):
             yield os.stat(f"{proc_path}/fd/{number}")

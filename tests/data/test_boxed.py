@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.data.boxed import boxed
+from roll.data.boxed import last_boxed
 
 INSIDE = st.recursive(
     st.text("ab1 ,.^_+-$", max_size=4) | st.sampled_from([r"\}", r"\{", r"\frac", r"\\"]),
@@ -17,12 +17,12 @@ INSIDE = st.recursive(
 
 @given(inside=INSIDE, before=INSIDE, after=INSIDE, frame=st.sampled_from(["boxed", "fbox", "boxed "]))
 def test_whatever_is_framed_is_found_whole(inside: str, before: str, after: str, frame: str) -> None:
-    assert boxed(f"{before} \\boxed{{x}} {before} \\{frame}{{{inside}}} {after}") == inside.strip()
+    assert last_boxed(f"{before} \\boxed{{x}} {before} \\{frame}{{{inside}}} {after}") == inside.strip()
 
 
 @given(st.text())
 def test_no_text_breaks_the_search(text: str) -> None:
-    assert boxed(text) is None or isinstance(boxed(text), str)
+    assert last_boxed(text) is None or isinstance(last_boxed(text), str)
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,9 @@ def test_no_text_breaks_the_search(text: str) -> None:
     ],
 )
 def test_boxes(text: str, found: str | None) -> None:
-    assert boxed(text) == found
+    assert last_boxed(text) == found
 
 
 def test_long_texts_are_searched_in_bounded_time() -> None:
     for text in (r"\boxed{" * 50_000, "{" * 100_000, "\\" * 100_000, r"\boxed " * 50_000):
-        boxed(text)
+        last_boxed(text)

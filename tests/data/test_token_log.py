@@ -155,13 +155,13 @@ def routed_logs(draw: st.DrawFn) -> tuple[TokenLog, list[list[int]]]:
             grow(log, kind, [2] * tokens, 0)
             expected += [[255] * width] * tokens
             continue
-        known = draw(st.integers(0, log.context_tokens + tokens - log.routed))
+        known = draw(st.integers(0, log.context_tokens + tokens - log.routed_tokens))
         rows = np.array(draw(st.lists(st.integers(0, 250), min_size=known * width, max_size=known * width)), np.uint8)
-        first = begin + log.routed
+        first = begin + log.routed_tokens
         expected += [[255] * width] * tokens
         expected[first : first + known] = rows.reshape(known, width).tolist()
         log.respond([3] * tokens, [0.0] * tokens, [0] * tokens, rows.reshape(known, width))
-        assert begin + log.routed == first + known
+        assert begin + log.routed_tokens == first + known
     return log, expected
 
 
@@ -179,7 +179,7 @@ def test_routes_follow_those_that_are_recorded_and_survive_as_a_column(made: tup
     again = TokenLog.from_columns(**{name: getattr(log, name) for name in LOG_COLUMNS})
     assert np.array_equal(again.routes, routes)
     assert again.routes.dtype == routes.dtype
-    assert again.routed == log.routed
+    assert again.routed_tokens == log.routed_tokens
 
 
 def test_the_width_of_experts_numbers_leaves_one_for_none() -> None:

@@ -131,7 +131,7 @@ def test_every_turn_of_a_conversation_adds_the_routes_of_what_is_new(kind: str) 
             log.fork(np.concatenate([log.context[:20], random_ids(rng, 12)]))
         elif turn:
             log.observe(random_ids(rng, 5))
-        request = ask("talk", log.context, 5, routes_from=log.routed, seed=turn)
+        request = ask("talk", log.context, 5, routes_from=log.routed_tokens, seed=turn)
         done = run(engine, [request])["talk"]
         assert_recorded("qwen3_moe", request, done)
         log.respond(done.ids, done.logprobs, done.versions, done.routes)

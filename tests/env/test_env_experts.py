@@ -108,7 +108,7 @@ def test_a_policys_states_are_labelled_with_what_the_expert_would_say_there() ->
         seen.append(len(messages))
         return ["1", "what?", "7", "2", None][len(seen) - 1]
 
-    found = [turn.advised for turn in labels(spec, policy)]
+    found = [turn.with_advice for turn in labels(spec, policy)]
     assert seen == [1, 3, 5, 7, 9]
     assert [conversation[-1]["content"] for conversation in found[:4]] == ["4", "4", "4", "4"]
     assert [[m["content"] for m in conversation if m["role"] == "assistant"] for conversation in found[:3]] == [
@@ -134,7 +134,7 @@ def test_with_a_window_every_answer_follows_what_the_agent_sees() -> None:
 
     seen = []
     for turn in labels(EnvSpec("guess", 1), lambda seen: "1", window=2, max_turns=5):
-        seen.append(len(turn.advised))
+        seen.append(len(turn.with_advice))
     assert seen == [2, 4, 6, 6, 6]
 
 

@@ -33,7 +33,7 @@ def log_of(prompt: list[int], segments: list[tuple[str, list[int]]]) -> TokenLog
     log.prompt(prompt)
     for number, (kind, ids) in enumerate(segments):
         if kind == "response":
-            rows = max(log.context_tokens + len(ids) - 1 - log.routed, 0)
+            rows = max(log.context_tokens + len(ids) - 1 - log.routed_tokens, 0)
             routes = np.arange(rows * 2, dtype=np.uint8).reshape(rows, 2) + number
             log.respond(ids, [-0.1 * token for token in ids], [number] * len(ids), routes)
         else:

@@ -96,7 +96,7 @@ class WebShop(ActingEnvironment):
             return self._buy()
         page = (self._shop.search if verb == "search" else self._shop.click)(self._page, argument)
         if page is None:
-            return self._refused(verb, argument)
+            return self._reject(verb, argument)
         self._page = page
         return Step(self.view())
 
@@ -131,7 +131,7 @@ class WebShop(ActingEnvironment):
         )
         return Step(message, purchase.reward, terminated=True, info=parts)
 
-    def _refused(self, verb: str, argument: str) -> Invalid:
+    def _reject(self, verb: str, argument: str) -> Invalid:
         if verb == "click":
             return Invalid(f"there is nothing called {argument[:60]!r} to click here.")
         return Invalid("the search bar is on the search page." if self._page.keywords else "you searched for nothing.")
@@ -141,9 +141,9 @@ def open_catalogue(products: int, seed: int, data: str = "") -> Catalogue:
     """The catalogue of these parameters, created at the first call in this process and then shared. Episodes begin in
     many threads at once, and only one of them creates it."""
     with _OPENING:
-        return _made(products, seed, os.path.abspath(data) if data else "")
+        return _load_catalogue(products, seed, os.path.abspath(data) if data else "")
 
 
 @cache
-def _made(products: int, seed: int, data: str) -> Catalogue:
+def _load_catalogue(products: int, seed: int, data: str) -> Catalogue:
     return read(Path(data), products, seed) if data else generate(products, seed)

@@ -134,28 +134,28 @@ def _instruction(
     kind: Kind, attributes: tuple[str, ...], chosen: dict[str, str], limit: float, rng: random.Random
 ) -> str:
     if rng.random() < 0.5:
-        thing = _one(kind, f"{', '.join(attributes)} {kind.name}")
+        thing = _with_article(kind, f"{', '.join(attributes)} {kind.name}")
     else:
-        thing = f"{_one(kind, kind.name)} that {'are' if kind.plural else 'is'} {_listed(attributes)}"
-    options = rng.choice((_named, _in_words))(chosen)
+        thing = f"{_with_article(kind, kind.name)} that {'are' if kind.plural else 'is'} {_enumerate(attributes)}"
+    options = rng.choice((_options_with_axis, _options_in_words))(chosen)
     return f"{rng.choice(_WISHES)} {thing} {options}, {rng.choice(_BUDGETS).format(limit=limit)}"
 
 
-def _one(kind: Kind, phrase: str) -> str:
+def _with_article(kind: Kind, phrase: str) -> str:
     if kind.plural:
         return phrase
     return f"an {phrase}" if phrase[0] in "aeio" else f"a {phrase}"
 
 
-def _named(chosen: dict[str, str]) -> str:
-    return "with " + _listed(tuple(f"{axis}: {value}" for axis, value in chosen.items()))
+def _options_with_axis(chosen: dict[str, str]) -> str:
+    return "with " + _enumerate(tuple(f"{axis}: {value}" for axis, value in chosen.items()))
 
 
-def _in_words(chosen: dict[str, str]) -> str:
-    return "in " + _listed(
+def _options_in_words(chosen: dict[str, str]) -> str:
+    return "in " + _enumerate(
         tuple(value if axis in ("color", *value.split()) else f"{axis} {value}" for axis, value in chosen.items())
     )
 
 
-def _listed(parts: tuple[str, ...]) -> str:
+def _enumerate(parts: tuple[str, ...]) -> str:
     return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))

@@ -35,7 +35,7 @@ def read(folder: Path, products: int, seed: int) -> Catalogue:
     check_folder(folder, products)
     attributes = _by_id(_file(folder, "items_ins_v2", products))
     found: dict[str, Product] = {}
-    for item in _items(_required(folder, "items_shuffle", products)):
+    for item in _items(_require_file(folder, "items_shuffle", products)):
         made = _product(item, attributes.get(_text(item.get("asin")), {}), seed)
         if made is not None:
             found.setdefault(made.id, made)
@@ -55,7 +55,7 @@ def check_folder(folder: Path, products: int) -> None:
     """Raises `UserError` unless the folder has the original's files."""
     if not folder.is_dir():
         raise UserError(f"webshop: data is {str(folder)!r}, which is no folder: write that of items_shuffle.json")
-    _required(folder, "items_shuffle", products)
+    _require_file(folder, "items_shuffle", products)
 
 
 def is_small(folder: Path, products: int) -> bool:
@@ -77,7 +77,7 @@ def _count_in_name(path: Path) -> float:
     return float(number[1]) if number else math.inf
 
 
-def _required(folder: Path, stem: str, products: int) -> Path:
+def _require_file(folder: Path, stem: str, products: int) -> Path:
     file = _file(folder, stem, products)
     if file is None:
         raise UserError(f"webshop: data is {str(folder)!r}, where there is no {stem}.json")

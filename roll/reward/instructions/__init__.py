@@ -38,7 +38,7 @@ class Instructions:
         return bool(instructions_of(task))
 
     def _follows(self, text: str, name: str, arguments: Mapping[str, Any]) -> bool:
-        texts = loosened(text) if self.mode == "loose" else [text]
+        texts = loose_variants(text) if self.mode == "loose" else [text]
         return any(follows(variant, name, arguments) for variant in texts)
 
 
@@ -54,7 +54,7 @@ def instructions_of(task: Task) -> list[tuple[str, Mapping[str, Any]]]:
     return list(zip(names, given, strict=True))
 
 
-def loosened(text: str) -> list[str]:
+def loose_variants(text: str) -> list[str]:
     """The text; without its first line, its last, both; and all of these without asterisks."""
     lines = text.split("\n")
     cuts = [lines, lines[1:], lines[:-1], lines[1:-1]]

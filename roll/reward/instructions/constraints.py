@@ -13,7 +13,7 @@ from typing import Any
 
 from roll.config.suggest import did_you_mean
 from roll.reward.format import read_json
-from roll.reward.instructions.counting import capital_words, divided, paragraphs, sentences, words
+from roll.reward.instructions.counting import capital_words, paragraphs, sentences, split_at, words
 from roll.reward.instructions.languages import is_written_in
 
 _ANSWERS = ("my answer is yes.", "my answer is no.", "my answer is maybe.")
@@ -32,7 +32,7 @@ def follows(text: str, name: str, arguments: Mapping[str, Any]) -> bool:
     return bool(text.strip()) and check(*bound.args, **bound.kwargs)
 
 
-def _compared(count: int, relation: str, number: int) -> bool:
+def _compare(count: int, relation: str, number: int) -> bool:
     if relation == "at least":
         return count >= number
     if relation == "less than":
@@ -52,7 +52,7 @@ def _keywords(text: str, keywords: Sequence[str]) -> bool:
 
 
 def _frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
-    return _compared(text.casefold().count(keyword.casefold()), relation, frequency)
+    return _compare(text.casefold().count(keyword.casefold()), relation, frequency)
 
 
 def _forbidden(text: str, forbidden_words: Sequence[str]) -> bool:
@@ -60,23 +60,23 @@ def _forbidden(text: str, forbidden_words: Sequence[str]) -> bool:
 
 
 def _letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
-    return _compared(text.casefold().count(letter.casefold()), let_relation, let_frequency)
+    return _compare(text.casefold().count(letter.casefold()), let_relation, let_frequency)
 
 
 # length
 
 
 def _number_words(text: str, num_words: int, relation: str) -> bool:
-    return _compared(len(words(text)), relation, num_words)
+    return _compare(len(words(text)), relation, num_words)
 
 
 def _number_sentences(text: str, num_sentences: int, relation: str) -> bool:
-    return _compared(len(sentences(text)), relation, num_sentences)
+    return _compare(len(sentences(text)), relation, num_sentences)
 
 
 def _number_paragraphs(text: str, num_paragraphs: int) -> bool:
     """Paragraphs divided by `***`; an empty one between two dividers is none."""
-    found = divided(text, r"\s?\*\*\*\s?")
+    found = split_at(text, r"\s?\*\*\*\s?")
     return len(found) == num_paragraphs and all(found)
 
 
@@ -164,7 +164,7 @@ def _small_letters(text: str) -> bool:
 
 
 def _capital_words(text: str, capital_frequency: int, capital_relation: str) -> bool:
-    return _compared(capital_words(text), capital_relation, capital_frequency)
+    return _compare(capital_words(text), capital_relation, capital_frequency)
 
 
 def _no_comma(text: str) -> bool:

@@ -42,7 +42,7 @@ def paragraphs(text: str) -> list[str]:
     return [paragraph.strip() for paragraph in re.split(r"\n[ \t]*\n", text) if paragraph.strip()]
 
 
-def divided(text: str, divider: str) -> list[str]:
+def split_at(text: str, divider: str) -> list[str]:
     """Texts between dividers. A divider at the beginning or the end divides nothing."""
     found = [part.strip() for part in re.split(divider, text)]
     return found[bool(not found[0]) : len(found) - bool(len(found) > 1 and not found[-1])]

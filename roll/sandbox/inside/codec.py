@@ -111,31 +111,31 @@ def _encode(value: Any, to_reference: Callable[[Any], int | list[Any]], depth: i
         return "null" if value is None else "true" if value else "false"
     if isinstance(value, int):
         number = int(value)
-        return repr(number) if -_SMALL < number < _SMALL else _tagged("int", _quoted(hex(number)))
+        return repr(number) if -_SMALL < number < _SMALL else _tag("int", _quoted(hex(number)))
     if isinstance(value, float):
-        return repr(float(value)) if value - value == 0 else _tagged("float", _quoted(repr(float(value))))
+        return repr(float(value)) if value - value == 0 else _tag("float", _quoted(repr(float(value))))
     if isinstance(value, str):
         return str(_quoted(str.__str__(value)))
     if isinstance(value, (bytes, bytearray)):
-        return _tagged("bytes" if isinstance(value, bytes) else "bytearray", _quoted(bytes(value).hex()))
+        return _tag("bytes" if isinstance(value, bytes) else "bytearray", _quoted(bytes(value).hex()))
     if isinstance(value, complex):
-        return _tagged("complex", _quoted(repr(complex(value))))
+        return _tag("complex", _quoted(repr(complex(value))))
     if isinstance(value, list):
-        return _listed(value, to_reference, depth)
+        return _encode_list(value, to_reference, depth)
     if isinstance(value, dict):
         return _mapping(value, to_reference, depth)
     for name, sequence in _SEQUENCES.items():
         if isinstance(value, sequence):
             names = getattr(value, "_fields", None)
             if name == "tuple" and isinstance(names, (list, tuple)) and len(names) == len(value):
-                return _tagged("named", _listed([list(names), list(value)], to_reference, depth))
-            return _tagged(name, _listed(value, to_reference, depth))
+                return _tag("named", _encode_list([list(names), list(value)], to_reference, depth))
+            return _tag(name, _encode_list(value, to_reference, depth))
     for name, view in _VIEWS.items():
         if isinstance(value, view):
-            return _tagged(name, _listed(map(list, value) if name == "items" else value, to_reference, depth))
+            return _tag(name, _encode_list(map(list, value) if name == "items" else value, to_reference, depth))
     if isinstance(value, (range, slice)):
         name = "range" if isinstance(value, range) else "slice"
-        return _tagged(name, _listed([value.start, value.stop, value.step], to_reference, depth))
+        return _tag(name, _encode_list([value.start, value.stop, value.step], to_reference, depth))
     return _of_a_module(value, to_reference, depth)
 
 
@@ -143,9 +143,9 @@ def _mapping(value: Any, to_reference: Callable[[Any], int | list[Any]], depth: 
     pairs = [list(pair) for pair in value.items()]
     if isinstance(value, defaultdict):
         factory = value.default_factory if value.default_factory in _TYPES else None
-        return _tagged("defaultdict", _listed([factory, pairs], to_reference, depth))
+        return _tag("defaultdict", _encode_list([factory, pairs], to_reference, depth))
     name = next(name for name, kind in _DICTS.items() if isinstance(value, kind))
-    return _tagged(name, _listed(pairs, to_reference, depth))
+    return _tag(name, _encode_list(pairs, to_reference, depth))
 
 
 def _of_a_module(value: Any, to_reference: Callable[[Any], int | list[Any]], depth: int) -> str:
@@ -153,25 +153,25 @@ def _of_a_module(value: Any, to_reference: Callable[[Any], int | list[Any]], dep
     times."""
     kind, module = type(value).__name__, type(value).__module__
     if module in ("decimal", "fractions") and kind in _NUMBERS:
-        return _tagged(kind, _quoted(str(value)))
+        return _tag(kind, _quoted(str(value)))
     if module == "datetime" and kind in _TIMES:
         parts = kind == "timedelta" and repr([value.days, value.seconds, value.microseconds])
-        return _tagged(kind, parts or _quoted(value.isoformat()))
+        return _tag(kind, parts or _quoted(value.isoformat()))
     if isinstance(value, (type, type(len))) and _builtin(value.__name__) is value:
-        return _tagged("builtin", _quoted(value.__name__))
+        return _tag("builtin", _quoted(value.__name__))
     if isinstance(value, type) and issubclass(value, BaseException):
         number = to_reference(value)
         bases = [base for base in value.__bases__ if issubclass(base, BaseException)]
-        return _tagged("exception", _listed([number, value.__name__, bases], to_reference, depth))
+        return _tag("exception", _encode_list([number, value.__name__, bases], to_reference, depth))
     return _write_stand_in(value, to_reference, depth)
 
 
 def _write_stand_in(value: Any, to_reference: Callable[[Any], int | list[Any]], depth: int) -> str:
     number_or_items = to_reference(value)
     return (
-        _tagged("kept", repr(number_or_items))
+        _tag("kept", repr(number_or_items))
         if isinstance(number_or_items, int)
-        else _tagged("iterator", _listed(number_or_items, to_reference, depth))
+        else _tag("iterator", _encode_list(number_or_items, to_reference, depth))
     )
 
 
@@ -182,11 +182,11 @@ def _builtin(name: str) -> Any:
     return found if is_error or any(found is known for known in (*_FUNCTIONS, *_TYPES)) else None
 
 
-def _listed(values: Any, to_reference: Callable[[Any], int | list[Any]], depth: int) -> str:
+def _encode_list(values: Any, to_reference: Callable[[Any], int | list[Any]], depth: int) -> str:
     return "[" + ",".join([_encode(item, to_reference, depth + 1) for item in values]) + "]"
 
 
-def _tagged(name: str, text: str) -> str:
+def _tag(name: str, text: str) -> str:
     return '{"' + name + '":' + text + "}"
 
 
@@ -203,7 +203,9 @@ def _decode(data: Any, make_stand_in: Callable[..., Any], depth: int = 0) -> Any
         return _SEQUENCES[name](_check_hashes(items) if name in ("set", "frozenset") else items)
     if name in _VIEWS:
         pairs = (
-            _pairs(inner, make_stand_in, depth) if name == "items" else _viewed(name, _items(inner, make_stand_in, depth))
+            _pairs(inner, make_stand_in, depth)
+            if name == "items"
+            else _dict_of_view(name, _items(inner, make_stand_in, depth))
         )
         return getattr(pairs, name)()
     if name in _NUMBERS:
@@ -244,7 +246,7 @@ def _pairs(data: Any, make_stand_in: Callable[..., Any], depth: int) -> dict[Any
     return dict(pairs)
 
 
-def _viewed(name: str, items: list[Any]) -> dict[Any, Any]:
+def _dict_of_view(name: str, items: list[Any]) -> dict[Any, Any]:
     """A dictionary with these keys, or these values."""
     return dict.fromkeys(_check_hashes(items)) if name == "keys" else dict(enumerate(items))
 

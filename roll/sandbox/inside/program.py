@@ -56,10 +56,10 @@ def set_limits(limits: dict[str, Any]) -> None:
         kind = getattr(resource, name, None)
         if kind is not None:
             _, hard = resource.getrlimit(kind)
-            most = value + 1 if name == "RLIMIT_CPU" else value
-            most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            hard_limit = value + 1 if name == "RLIMIT_CPU" else value
+            hard_limit = hard_limit if hard == resource.RLIM_INFINITY else min(hard_limit, hard)
             try:
-                resource.setrlimit(kind, (min(value, most), most))
+                resource.setrlimit(kind, (min(value, hard_limit), hard_limit))
             except (OSError, ValueError):  # macOS does not limit the address space
                 if sys.platform == "linux":
                     raise

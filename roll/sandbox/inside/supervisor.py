@@ -71,8 +71,8 @@ def _make_scratch(config: dict[str, Any]) -> None:
     """Creates the scratch folder and locks it, so that cleanup skips it. As root it is a file system of its own."""
     os.mkdir(config["scratch"], 0o700)
     config["scratch_lock"] = lock_folder(config["scratch"])
-    own = sys.platform == "linux" and "user" in config["guards"]
-    config["mounted"] = own and kernel.mount_scratch(config["scratch"], config["scratch_bytes"])
+    has_own_user = sys.platform == "linux" and "user" in config["guards"]
+    config["mounted"] = has_own_user and kernel.mount_scratch(config["scratch"], config["scratch_bytes"])
 
 
 def _isolate(config: dict[str, Any]) -> None:
