@@ -24,7 +24,7 @@ def check(spec: EnvSpec) -> None:
 
 
 def check_seed(spec: EnvSpec, count: int | None) -> None:
-    """Raises `EnvSpecError` if the environment has at most `most` episodes and the seed is not among them."""
+    """Raises `EnvSpecError` if the environment has at most `count` episodes and the seed is not among them."""
     if count is not None and not 0 <= spec.seed < count:
         raise EnvSpecError(f"environment {spec.name!r}: the seed is {spec.seed}, but its episodes are 0 to {count - 1}")
 

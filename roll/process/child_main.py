@@ -82,7 +82,7 @@ def detail(error: BaseException) -> str:
 
 
 def log_failure(failure: str) -> None:
-    """Writes a failure's detail to this process's log: each distinct one once, and only the first `_MOST_TOLD`."""
+    """Writes a failure's detail to this process's log: each distinct one once, and only the first `_MAX_LOGGED`."""
     if failure and failure not in _logged and len(_logged) < _MAX_LOGGED:
         _logged.add(failure)
         print(failure.rstrip(), file=sys.stderr, flush=True)

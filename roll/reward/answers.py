@@ -116,7 +116,7 @@ async def _judge_answers(
 
 
 def _spread(tasks: Sequence[Task], limit: int) -> list[Task]:
-    """At most `most` of the tasks, evenly spaced."""
+    """At most `limit` of the tasks, evenly spaced."""
     count = min(limit, len(tasks))
     return [tasks[index * len(tasks) // count] for index in range(count)]
 

@@ -8,7 +8,7 @@ A task carries tests in its `info`, in one of these forms (docs/sandbox.md):
     inputs: […], outputs: […], fn_name: add                            as in APPS and TACO, also as `input_output`
 
 With `fn_name` the function may be a method of a class `Solution`, an output may be wrapped in a list of one, and names
-that sites with such tasks import for a program (`_ON_SITE`) need not be imported.
+that sites with such tasks import for a program (`_SITE_NAMES`) need not be imported.
 
 An assertion that compares a call with a literal becomes a call, so that the comparison happens outside the sandbox.
 """

@@ -28,7 +28,7 @@ class TimeLimitReached(BaseException):
 
 
 def with_time_limit(judge: Callable[[], R], default: R, seconds: float | None = None) -> R:
-    """The result of `judge`, or `otherwise` if it takes longer than `seconds` (default `PATIENCE_S`).
+    """The result of `judge`, or `default` if it takes longer than `seconds` (`TIME_LIMIT_S` if None).
 
     A timer interrupts it, which works only in a process's main thread, where graders judge; elsewhere there is no limit.
     A timer that was already running continues afterwards.
