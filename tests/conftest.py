@@ -6,11 +6,20 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from hypothesis_examples import examples
 
 from roll.config.secrets import KNOWN
 
 # Models are tiny here and tests run side by side: threads that wait for each other's cores would be most of the work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+if importlib.util.find_spec("hypothesis") is not None:  # a machine for GPU tests may lack it
+    from hypothesis import settings
+
+    # Without a deadline: a busy machine is no reason for a test to fail.
+    settings.register_profile("roll", max_examples=examples(100), deadline=None)
+    settings.load_profile("roll")
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ import strategies
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from reference import credit as ref_credit
 from reference import scores as ref_scores
 from reference.critic import critic_gradient, critic_loss
@@ -32,7 +33,7 @@ from roll.algorithm.value import value_loss
 from roll.config.algorithm import AlgorithmConfig
 from roll.data import Batch
 
-quick = settings(max_examples=60, deadline=None, derandomize=True)
+quick = settings(max_examples=examples(60), deadline=None, derandomize=True)
 
 
 def batch_of(samples: Sequence[RefSample], **scores: Any) -> Batch:
@@ -143,7 +144,7 @@ def test_long_answers_lose(lengths: list[int], buffer: int) -> None:
 
 @pytest.mark.parametrize("scale", get_args(ref_scores.Scale))
 @pytest.mark.parametrize("baseline", get_args(ref_scores.Baseline))
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=examples(25), deadline=None, derandomize=True)
 @given(st.lists(strategies.steps(), min_size=1, max_size=3), st.booleans())
 def test_every_baseline_and_scale(
     baseline: ref_scores.Baseline, scale: ref_scores.Scale, steps: list[list[RefSample]], per_domain: bool
@@ -295,7 +296,7 @@ def test_the_weight_of_a_penalty_follows_its_target(observed: float, samples: in
 # losses
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 @given(strategies.steps(), strategies.losses(), st.integers(0, 2**31))
 def test_losses_and_gradients(samples: list[RefSample], loss: RefLoss, seed: int) -> None:
     samples = trained(samples)

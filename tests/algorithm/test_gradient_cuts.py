@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -153,7 +154,7 @@ def test_normalising_within_a_micro_batch_is_caught(spec: LossSpec, aggregation:
         check_cut(batch, replace(spec, aggregation=aggregation), cut, weights_of=mean_of_means)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(
     counts=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=12),
     aggregation=st.sampled_from(AGGREGATIONS),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.algorithm import make_algorithm
 from roll.algorithm.advantages import group_relative
@@ -30,7 +31,7 @@ def reference(rewards: list[float], groups: list[int], scale_by_std: bool) -> li
     return result
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(st.lists(st.tuples(REWARDS, st.sampled_from([0, 1, 2, 17, -4])), min_size=1, max_size=30), st.booleans())
 def test_it_is_the_formula(samples: list[tuple[float, int]], scale_by_std: bool) -> None:
     rewards, groups = [r for r, _ in samples], [g for _, g in samples]

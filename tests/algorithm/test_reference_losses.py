@@ -14,6 +14,7 @@ import pytest
 from by_hand import sample, token, valued
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from reference.critic import critic_gradient, critic_loss
 from reference.divergence import mismatch
 from reference.logits import entropy, entropy_slope, log_prob_slope, log_softmax
@@ -21,7 +22,7 @@ from reference.losses import Name, RefLoss, entropy_gradient, share_cut, step_gr
 from reference.samples import RefSample, Rows
 from strategies import EXTREME, USUAL, losses, random_rows, steps
 
-CASES = settings(max_examples=150, deadline=None, derandomize=True)
+CASES = settings(max_examples=examples(150), deadline=None, derandomize=True)
 near = pytest.approx
 LOG = math.log
 

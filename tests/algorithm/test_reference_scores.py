@@ -10,6 +10,7 @@ import pytest
 from by_hand import sample, token, valued
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from reference.credit import (
     clip_advantages,
     credit_gae,
@@ -34,7 +35,7 @@ from reference.scores import (
 )
 from strategies import steps
 
-CASES = settings(max_examples=150, deadline=None, derandomize=True)
+CASES = settings(max_examples=examples(150), deadline=None, derandomize=True)
 near = pytest.approx
 
 

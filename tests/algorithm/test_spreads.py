@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.algorithm import Algorithm, CreditSpec
 from roll.algorithm.advantages import whitened
@@ -53,7 +54,7 @@ def tokens(values: list[float], masked: list[bool]) -> Batch:
     return batch.with_columns(turn_advantage=np.array(kept), advantage=np.zeros(1))
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from(ODD[:4]) | VALUES, st.booleans()), min_size=1, max_size=20))
 def test_whitening_has_n_minus_1_over_the_sampled_tokens(drawn: list[tuple[float, bool]]) -> None:
     values, masked = [value for value, _ in drawn], [out for _, out in drawn]
@@ -88,7 +89,7 @@ def test_equal_numbers_give_exact_zeros_everywhere(number: float, count: int) ->
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "running"])
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=examples(50), deadline=None, derandomize=True)
 @given(
     st.lists(
         st.tuples(st.sampled_from([0.0, 1.0, 0.3]), st.integers(0, 2), st.sampled_from("ab")), min_size=1, max_size=20

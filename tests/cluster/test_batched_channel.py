@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.cluster.batched_channel import BatchedChannel
 
@@ -248,7 +249,7 @@ STEPS = ["post", "post", "post", "arrive", "arrive", "lose", "tell", "tell", "si
     steps=st.lists(st.sampled_from(STEPS), max_size=60),
     pauses=st.randoms(use_true_random=False),
 )
-@settings(max_examples=150, derandomize=True, deadline=None)
+@settings(max_examples=examples(150), derandomize=True, deadline=None)
 def test_any_interleaving_loses_nothing_and_keeps_the_order(steps: list[str], pauses: Any) -> None:
     async def main() -> None:
         far = Far()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from toy_workers import now_s, run_virtually
 
 from roll.cluster.batched_rpc import POLL_S, BatchedClient, BatchedServer, Packed
@@ -175,7 +176,7 @@ def test_clients_have_their_own_answers() -> None:
 
 
 @given(seed=st.integers(0, 10**6), breaks=st.booleans())
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 def test_every_call_has_its_own_answer_whatever_happens(seed: int, breaks: bool) -> None:
     rng = random.Random(seed)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.cluster import Cluster, Dispatch, LocalExecutor, Worker, WorkerPlacement, dispatch
 from roll.data import Batch
@@ -123,7 +124,7 @@ def test_a_call_on_a_rank_or_on_each() -> None:
 
 
 @given(lengths=st.lists(st.integers(0, 9), max_size=12), count=st.integers(1, 4))
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=examples(60), derandomize=True, deadline=None)
 def test_data_is_split_by_tokens_and_joined_in_order(lengths: list[int], count: int) -> None:
     async def use(toys: Cluster[Toy], workers: list[Toy]) -> None:
         batch = ragged(lengths)

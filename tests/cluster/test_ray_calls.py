@@ -20,6 +20,7 @@ import pytest
 import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from processes import eventually
 
 from roll.cluster import Cluster, Dispatch, LocalExecutor, Worker, WorkerPlacement, dispatch
@@ -273,7 +274,7 @@ def test_all_and_one_and_each_and_rank_are_as_in_one_process(roles: Roles) -> No
 
 
 @given(lengths=st.lists(st.integers(0, 9), max_size=12), factor=st.integers(-3, 3))
-@settings(max_examples=15, derandomize=True, deadline=None)
+@settings(max_examples=examples(15), derandomize=True, deadline=None)
 def test_data_is_split_and_joined_as_in_one_process(roles: Roles, lengths: list[int], factor: int) -> None:
     async def ask(toys: Cluster[Toy]) -> list[Any]:
         batch = ragged(lengths)

@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis_examples import examples
 from toy_workers import SOON_S, ToyExecutor, ToyHandle, VirtualClock, Watched, now_s
 
 from roll.cluster import RestartPolicy
@@ -198,4 +199,4 @@ class Noting(ToyExecutor):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=50, stateful_step_count=30, derandomize=True, deadline=None)
+TestLife.settings = settings(max_examples=examples(50), stateful_step_count=30, derandomize=True, deadline=None)

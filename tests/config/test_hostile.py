@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.config import Config, UserError, dump_config, load_config, schema_tree
 
@@ -203,7 +204,7 @@ def check_sane(config: Config) -> None:
 
 
 @given(cuts=CUTS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damaged_yaml_is_read_or_refused_in_words(cuts: list[tuple[int, int, str]], tmp_path: Path) -> None:
     text = GOOD
     for at, gone, put in cuts:
@@ -214,7 +215,7 @@ def test_damaged_yaml_is_read_or_refused_in_words(cuts: list[tuple[int, int, str
 
 
 @given(data=st.binary(max_size=40))
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(data=b"\xff\xfe\x00")
 @example(data=b"\xef\xbb\xbfseed: 1")
 def test_any_bytes_are_read_or_refused_in_words(data: bytes, tmp_path: Path) -> None:
@@ -222,7 +223,7 @@ def test_any_bytes_are_read_or_refused_in_words(data: bytes, tmp_path: Path) -> 
 
 
 @given(path=st.sampled_from(LEAVES), value=ANYTHING)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @example(path=("domains", "NAME", "filter_range"), value={-3: None})
 def test_any_value_of_any_setting_is_sane_or_refused_in_words(path: tuple[str, ...], value: Any) -> None:
     config = outcome({}, {schema_tree.dotted(path).replace("NAME", "x"): value})

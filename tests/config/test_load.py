@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.config import Config, ModelConfig, TrainConfig, UserError, changed_keys, dump_config, load_config, schema_tree
 from roll.config.yaml_document import parse, write
@@ -69,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(data=CONFIGS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_what_is_dumped_loads_back_equal(data: dict[str, Any], folder: Path) -> None:
     config = load_config(data)
     text = dump_config(config)
@@ -79,7 +80,7 @@ def test_what_is_dumped_loads_back_equal(data: dict[str, Any], folder: Path) -> 
 
 
 @given(data=PLAIN)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_plain_data_survives_yaml(data: Any) -> None:
     assert repr(parse(write(data)).data) == repr(data)
 
@@ -198,7 +199,7 @@ ASSIGNMENTS = st.lists(
 
 
 @given(in_file=ASSIGNMENTS, overrides=ASSIGNMENTS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_the_last_word_wins(in_file: list[tuple[str, Any]], overrides: list[tuple[str, Any]]) -> None:
     base = load_config({}, [f"{key}={value}" for key, value in in_file])
     config = load_config(base.model_dump(), [f"{key}={value}" for key, value in overrides])

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from pydantic import Field, ValidationError
 
 from roll.config import UserError, error_messages, load_config, schema_tree
@@ -195,7 +196,7 @@ def misspelt(name: str, rng: random.Random) -> str:
 
 
 @given(path=st.sampled_from(KEYS), rng=st.randoms(use_true_random=False))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_a_misspelt_key_is_refused_with_the_right_one(path: tuple[str, ...], rng: random.Random) -> None:
     wrong = misspelt(path[-1], rng)
     if not wrong or wrong in {known[-1] for known in schema_tree.known_paths()}:
@@ -227,7 +228,7 @@ ANYTHING = st.recursive(
 
 
 @given(value=ANYTHING)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_no_value_anywhere_breaks_the_messages(value: Any) -> None:
     for data in ({"train": value}, {"model": value}, {"train": {"betas": value}}, {"rollout": {"stop": value}}):
         said = complaint(data, [])
@@ -235,7 +236,7 @@ def test_no_value_anywhere_breaks_the_messages(value: Any) -> None:
 
 
 @given(text=st.text(max_size=20))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_no_override_breaks_the_messages(text: str) -> None:
     for override in (text, f"train.lr={text}", f"tasks.options.{text}", f"run={text}"):
         said = complaint({}, [override])

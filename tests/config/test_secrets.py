@@ -12,6 +12,7 @@ from urllib.parse import quote
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.config import Config, RunError, UserError, changed_keys, dump_config, load_config
 from roll.config.load import saved_without_secrets
@@ -223,7 +224,7 @@ def test_variables_of_the_environment_are_known_by_their_names(monkeypatch: pyte
     secret=st.text(st.characters(exclude_categories=["Cs", "Zs", "Zl", "Zp", "Cc"]), min_size=6, max_size=20),
     around=st.text(max_size=5),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @example(secret="a\"b\\c'd", around="x")
 def test_a_value_is_found_in_every_form(secret: str, around: str) -> None:
     known = Secrets()
@@ -248,7 +249,7 @@ def test_a_value_is_found_in_every_form(secret: str, around: str) -> None:
         max_leaves=8,
     )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_redacting_twice_is_redacting_once(value: Any) -> None:
     once = redacted(value)
     assert redacted(once) == once

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.config import UserError
 from roll.config.schema import DataConfig, TasksConfig
@@ -200,7 +201,7 @@ ROWS = st.lists(
 OPTIONS = st.sampled_from(
     [{}, {"prompt": "{question} {answer?}"}, {"prompt": "{question} {prompt}"}, {"choices": "choices"}]
 )
-FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def check_sane(tasks: tuple[Task, ...]) -> None:

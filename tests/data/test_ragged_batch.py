@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.data import Batch, Sample, Task
 from roll.data.batch import SAMPLE_COLUMNS, TOKEN_COLUMNS, TURN_COLUMNS, balanced_split
 
-CASES = settings(max_examples=60, deadline=None, derandomize=True)
+CASES = settings(max_examples=examples(60), deadline=None, derandomize=True)
 
 
 @st.composite
@@ -227,7 +228,7 @@ def test_a_sample_that_is_not_there_cannot_be_selected() -> None:
             ragged(3, 2).select([index])
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 12))
 def test_a_balanced_split_is_a_partition_with_even_loads(lengths: list[int], parts: int) -> None:
     pieces = balanced_split(lengths, parts)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 import roll.data.remote_columns
 from roll.data import Batch, Sample, Task
@@ -28,7 +29,7 @@ from roll.data.remote_columns import (
     to_remote,
 )
 
-CASES = settings(max_examples=80, deadline=None, derandomize=True)
+CASES = settings(max_examples=examples(80), deadline=None, derandomize=True)
 
 
 class Store:

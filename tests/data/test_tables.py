@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.config.errors import UserError
 from roll.config.schema import DataConfig, TasksConfig
@@ -84,7 +85,7 @@ def test_every_kind_of_table_gives_the_same_tasks(tmp_path: Path, kind: str) -> 
     assert (task.answer, task.domain, dict(task.info)) == ("5", "b", {"level": 5})
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(data=st.data())
 def test_columns_may_have_any_name_and_hold_anything(data: st.DataObject, tmp_path_factory: Any) -> None:
     """Whatever the columns are called, each arrives where its option says, and no other column is lost."""
@@ -108,7 +109,7 @@ def test_columns_may_have_any_name_and_hold_anything(data: st.DataObject, tmp_pa
         assert task.info == {name: row[name] for name in names if name not in (question, answer)}
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(size=st.integers(1, 40), share=st.floats(0, 0.95), by=st.sampled_from([int, float]))
 def test_a_split_is_exact_even_and_complete(size: int, share: float, by: type, tmp_path_factory: Any) -> None:
     rows = [{"question": str(n), "answer": n} for n in range(size)]

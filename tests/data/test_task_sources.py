@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.config.errors import UserError
 from roll.config.schema import TasksConfig
@@ -46,7 +47,7 @@ def unordered(found: set[tuple[int, int]]) -> set[frozenset[int]]:
     return {frozenset(pair) for pair in found}
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=examples(30), deadline=None, derandomize=True)
 @given(
     low=st.integers(0, 9), size=st.integers(1, 15), seed=st.integers(0, 99), share=st.sampled_from([0, 0.1, 1 / 3, 0.9])
 )

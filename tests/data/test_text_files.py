@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.config.errors import UserError
 from roll.config.schema import DataConfig, TasksConfig
@@ -87,7 +88,7 @@ def test_a_field_may_be_huge(tmp_path: Path) -> None:
 CELLS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"), min_size=1).filter(str.strip)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(rows=st.lists(st.tuples(CELLS, CELLS), min_size=1, max_size=5), kind=st.sampled_from(["csv", "tsv"]))
 def test_what_was_written_is_read(rows: list[tuple[str, str]], kind: str, tmp_path_factory: Any) -> None:
     text = io.StringIO()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.data import TokenLog
 from roll.data.batch import LOG_COLUMNS
@@ -26,7 +27,7 @@ def grow(log: TokenLog, kind: str, ids: list[int], version: int) -> None:
         log.observe(ids)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(prompt=IDS, turns=TURNS)
 def test_columns_follow_from_the_segments_and_only_grow(
     prompt: list[int], turns: list[tuple[str, list[int], int]]
@@ -135,7 +136,7 @@ def test_every_response_token_has_a_log_prob_and_a_version(logprobs: list[float]
     assert len(log) == 1
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200), deadline=None, derandomize=True)
 @given(a=st.lists(st.integers(0, 1), max_size=6), b=st.lists(st.integers(0, 1), max_size=6), count=st.integers(-1, 7))
 def test_sequences_begin_alike_as_far_as_their_common_prefix_goes(a: list[int], b: list[int], count: int) -> None:
     one, other = np.array(a, np.int32), np.array(b, np.int32)
@@ -165,7 +166,7 @@ def routed_logs(draw: st.DrawFn) -> tuple[TokenLog, list[list[int]]]:
     return log, expected
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(made=routed_logs())
 def test_routes_follow_those_that_are_recorded_and_survive_as_a_column(made: tuple[TokenLog, list[list[int]]]) -> None:
     log, expected = made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.engine.cache import _CALL, DecodeRows, _together
 
@@ -14,7 +15,7 @@ def cost(decoding: list[DecodeRows], runs: list[range]) -> int:
 
 
 @given(rows=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 2000)), max_size=40))
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=examples(200), derandomize=True, deadline=None)
 def test_runs_are_consecutive_slots_and_cost_no_more_than_each_alone(rows: list[tuple[int, int]]) -> None:
     decoding, slot = [], -1
     for gap, length in rows:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from small_models import CONTEXT, engine, ids, llama, random_ids, request, run, same_bits, tokenizer
 
 from roll.data.tokenlog import IntArray
@@ -121,7 +122,7 @@ def assert_same(bounded: dict[str, Completion], free: dict[str, Completion], exa
     kv_tokens=st.integers(150, 700),
     exact=st.booleans(),
 )
-@settings(max_examples=30, derandomize=True, deadline=None)
+@settings(max_examples=examples(30), derandomize=True, deadline=None)
 def test_with_a_small_cache_all_finish_with_the_same_tokens_and_it_never_holds_more(
     asked: list[Asked], slots: int, kv_tokens: int, exact: bool
 ) -> None:
@@ -140,7 +141,7 @@ def test_with_a_small_cache_all_finish_with_the_same_tokens_and_it_never_holds_m
     room=st.integers(320, 1500),
     taken=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 300)), max_size=3),
 )
-@settings(max_examples=30, derandomize=True, deadline=None)
+@settings(max_examples=examples(30), derandomize=True, deadline=None)
 def test_what_others_leave_of_the_memory_is_shared_with_them(
     asked: list[Asked], room: int, taken: list[tuple[int, int]]
 ) -> None:
@@ -292,7 +293,7 @@ def test_copying_must_be_worth_it() -> None:
     layers=st.integers(1, 30),
     context=st.integers(400, 900),
 )
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=examples(200), derandomize=True, deadline=None)
 def test_shapes_hold_what_runs_and_no_more_than_allowed(
     lengths: list[int], spans: list[int], most: int, layers: int, context: int
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from small_models import (
     MIXTURES,
     awkward_llama,
@@ -113,7 +114,7 @@ def play(served: SlotEngine, watched: Request, enters: int, others: list[tuple[N
 
 @pytest.mark.parametrize("model", ["even sizes", "odd sizes"])
 @given(scene=SCENE)
-@settings(max_examples=25, derandomize=True, deadline=None)
+@settings(max_examples=examples(25), derandomize=True, deadline=None)
 def test_bits_do_not_depend_on_neighbours(model: str, scene: Scene) -> None:
     rng = np.random.default_rng(scene.seed)
     prompt = random_ids(rng, scene.prompt, VOCAB)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from small_models import build, engine, plain_llama, random_ids, request, run, same_bits, under_plans
 
 from roll.data.tokenlog import IntArray
@@ -156,7 +157,7 @@ TURNS = st.lists(
 
 
 @given(turns=TURNS, slots=st.integers(1, 4), kv_tokens=st.sampled_from([0, 130, 260]), exact=st.booleans())
-@settings(max_examples=40, derandomize=True, deadline=None)
+@settings(max_examples=examples(40), derandomize=True, deadline=None)
 def test_conversations_that_take_turns_have_the_tokens_they_have_alone(
     turns: list[tuple[int, int, int, int]], slots: int, kv_tokens: int, exact: bool
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from small_models import CONTEXT, SHAPE, build, engine, ids, plain_llama, random_ids, request, run, under_plans
 from tokenizers import Regex, decoders, pre_tokenizers
 from tokenizers import Tokenizer as Core
@@ -199,7 +200,7 @@ PIECES = st.lists(st.sampled_from(["a", "b", " ", "é", "日", "🙂", "\n"]), m
 
 
 @given(text=PIECES, stop=st.lists(PIECES.map(lambda s: s[:4]), min_size=1, max_size=2))
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=examples(60), derandomize=True, deadline=None)
 def test_stop_strings_in_random_bytes(text: str, stop: list[str]) -> None:
     tokenizer = byte_tokenizer()
     tokens = tokenizer(text)["input_ids"]
@@ -210,7 +211,7 @@ def test_stop_strings_in_random_bytes(text: str, stop: list[str]) -> None:
 
 
 @given(text=PIECES, stop=st.lists(PIECES.map(lambda s: s[:4]), min_size=1, max_size=2), cut=st.integers(0, 30))
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=examples(100), derandomize=True, deadline=None)
 def test_stop_strings_are_seen_across_a_cut_by_tokenizers_that_decode_no_broken_character(
     text: str, stop: list[str], cut: int
 ) -> None:
@@ -439,7 +440,7 @@ def test_requests_that_differ_only_in_temperature_have_log_probs_of_their_own() 
     change=st.integers(0, 12),
     exact=st.booleans(),
 )
-@settings(max_examples=25, derandomize=True, deadline=None)
+@settings(max_examples=examples(25), derandomize=True, deadline=None)
 def test_what_is_told_of_a_request_on_its_way_is_the_beginning_of_what_it_ends_with(
     news: list[int], twins: int, change: int, exact: bool
 ) -> None:
@@ -564,7 +565,7 @@ ACTIONS = st.one_of(
 
 
 @given(actions=st.lists(ACTIONS, max_size=30), slots=st.integers(1, 5), exact=st.booleans())
-@settings(max_examples=40, derandomize=True, deadline=None)
+@settings(max_examples=examples(40), derandomize=True, deadline=None)
 def test_whatever_happens_every_request_ends_once_with_its_own_tokens(
     actions: list[tuple[str, int, int]], slots: int, exact: bool
 ) -> None:

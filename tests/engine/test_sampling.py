@@ -10,12 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from numpy.typing import NDArray
 
 from roll.engine.request import SamplingParams, seed_of
 from roll.engine.sampling import sample_tokens, truncate, uniforms
 
-quick = settings(max_examples=80, derandomize=True, deadline=None)
+quick = settings(max_examples=examples(80), derandomize=True, deadline=None)
 SEEDS = st.integers(0, 2**64 - 1)
 
 

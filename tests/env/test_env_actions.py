@@ -7,6 +7,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.env.actions import FORMATS, ActingEnvironment, Action, Format, Invalid, Tool, parse, write
 from roll.env.base import Step, parse_reset, parse_step
@@ -60,7 +61,7 @@ class Corridor(ActingEnvironment):
         return words[-1] if words else Invalid("there is no direction in what you said.")
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 @given(ACTIONS, SAID, st.sampled_from(FORMATS))
 def test_what_is_written_is_read_whatever_was_said_before(action: str, before: str, format: Format) -> None:
     said = write(action, format, tool=MOVE)
@@ -73,7 +74,7 @@ def test_what_is_written_is_read_whatever_was_said_before(action: str, before: s
         assert parse(f"{before}{said}", format, tool=MOVE) == found
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=examples(500), deadline=None, derandomize=True)
 @given(SAID, st.sampled_from(FORMATS))
 def test_anything_may_be_said(said: str, format: Format) -> None:
     found = parse(said, format, tool=MOVE)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.config.errors import UserError
 from roll.config.schema import TasksConfig
@@ -44,13 +45,13 @@ def test_the_last_number(text: str, number: str | None) -> None:
     assert last_number(text) == (None if number is None else Fraction(number))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200), deadline=None, derandomize=True)
 @given(st.fractions(max_denominator=999).filter(lambda number: abs(number) < 10**15))
 def test_a_number_is_read_as_it_is_shown(number: Fraction) -> None:
     assert last_number(f"It is {format_number(number)}.") == number
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 @given(st.lists(st.sampled_from([*"0123456789-−.,/$ x()"]), max_size=40).map("".join))
 def test_anything_may_be_said(text: str) -> None:
     last_number(text)

@@ -9,6 +9,7 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.data.task import Message
 from roll.env import ResetResult, Step
@@ -18,7 +19,7 @@ SAID = st.lists(st.builds(Message, role=st.sampled_from(["user", "system"]), con
 NAMES = st.text(max_size=5) | st.floats(allow_nan=False, allow_infinity=False)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(SAID, SAID, st.floats(-1, 1), st.booleans())
 def test_without_a_name_the_state_is_what_was_shown(
     first: list[Message], second: list[Message], reward: float, done: bool
@@ -27,7 +28,7 @@ def test_without_a_name_the_state_is_what_was_shown(
     assert same == (first == second)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(NAMES, NAMES, SAID)
 def test_a_state_with_a_name_is_what_it_is_called(first: str | float, second: str | float, said: list[Message]) -> None:
     one, other = state_of(Step(said, info={"state": first})), state_of(Step("elsewhere", info={"state": second}))

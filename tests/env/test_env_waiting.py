@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.env.admission import AdmissionQueue
 
@@ -21,7 +22,7 @@ class Guest:
 MOVES = st.lists(st.sampled_from(["join a", "join b", "join c", "enter", "leave", "give up"]), max_size=60)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 @given(MOVES, st.dictionaries(st.sampled_from("ab"), st.integers(1, 3)))
 def test_the_first_whose_kind_has_a_free_slot_is_next(moves: list[str], limits: dict[str, int]) -> None:
     loop = asyncio.new_event_loop()

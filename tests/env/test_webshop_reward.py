@@ -9,6 +9,7 @@ from itertools import combinations, permutations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.env.webshop.catalogue import Goal, Product
 from roll.env.webshop.catalogue_data import KINDS
@@ -115,7 +116,7 @@ def test_likeness_by_hand(one: str, same: str, expected: float) -> None:
     assert similarity(one, same) == expected
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(st.text("ab -é", max_size=12), st.text("ab -é", max_size=12))
 def test_likeness_is_a_share(one: str, two: str) -> None:
     assert 0 <= similarity(one, two) <= 1
@@ -125,7 +126,7 @@ def test_likeness_is_a_share(one: str, two: str) -> None:
 GOALS = st.sampled_from(CATALOGUE.goals)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 @given(GOALS, st.sampled_from(CATALOGUE.products), st.data())
 def test_rewards_are_from_0_to_1_and_no_choice_of_options_beats_the_plan(
     goal: Goal, product: Product, data: st.DataObject

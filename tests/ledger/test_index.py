@@ -15,6 +15,7 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from ledger_model import check, write
 
 from roll.config.errors import UserError
@@ -93,7 +94,7 @@ def play(history: Iterable[tuple[Any, ...]]) -> None:
         ledger.close()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(histories)
 def test_after_any_history_it_is_what_plain_python_makes_of_the_record(history: list[tuple[Any, ...]]) -> None:
     play(history)

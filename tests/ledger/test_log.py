@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.config.errors import RunError, UserError
 from roll.ledger import log
@@ -31,7 +32,7 @@ transitions = st.builds(
     time_s=st.floats(0, 2e9),
     info=st.dictionaries(st.text(max_size=2), st.integers() | st.text(max_size=3) | st.none(), max_size=2),
 )
-quick = settings(max_examples=30, deadline=None)
+quick = settings(max_examples=examples(30), deadline=None)
 
 
 @contextmanager
@@ -85,7 +86,7 @@ def record_by_json(transition: Transition) -> bytes:
     return b"%08x %b\n" % (crc32(payload), payload)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     st.builds(
         Transition,
@@ -547,7 +548,7 @@ def changed_since(path: Path, position: int) -> list[str]:
     return [sample for sample in sorted(states) if at[position].get(sample) != states[sample]]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(events)
 def test_the_lineage_is_that_of_a_model_that_copies_everything(events: list[tuple[str, str, str]]) -> None:
     """Against a dictionary copied at each checkpoint; going back may be cut short, torn, and done again."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from jinja2 import TemplateError
 
 from roll.data.task import Message
@@ -51,7 +52,7 @@ def messages_of(said: ResetResult | Step) -> list[Message]:
     return list(said.messages)
 
 
-@settings(derandomize=True, max_examples=150, deadline=None)
+@settings(derandomize=True, max_examples=examples(150), deadline=None)
 @given(ANYTHING | MESSAGES | st.tuples(MESSAGES, ANYTHING))
 def test_what_reset_returns_is_refused_or_can_be_shown(returned: Any) -> None:
     try:
@@ -61,7 +62,7 @@ def test_what_reset_returns_is_refused_or_can_be_shown(returned: Any) -> None:
     assert Conversation(RENDERER, messages_of(said), TokenLog()).messages
 
 
-@settings(derandomize=True, max_examples=150, deadline=None)
+@settings(derandomize=True, max_examples=examples(150), deadline=None)
 @given(st.tuples(TEXTS | MESSAGES | ANYTHING, ANYTHING, ANYTHING, ANYTHING, ANYTHING) | ANYTHING)
 def test_what_step_returns_is_refused_or_can_be_shown(returned: Any) -> None:
     try:
@@ -72,7 +73,7 @@ def test_what_step_returns_is_refused_or_can_be_shown(returned: Any) -> None:
     messages_of(said)
 
 
-@settings(derandomize=True, max_examples=150, deadline=None)
+@settings(derandomize=True, max_examples=examples(150), deadline=None)
 @given(st.lists(st.fixed_dictionaries({"role": ROLES, "content": TEXTS}), min_size=1, max_size=4), MESSAGES)
 def test_messages_are_refused_or_stand_in_the_log(first: list[Message], new: list[Message]) -> None:
     log = TokenLog()

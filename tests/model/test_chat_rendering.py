@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -103,7 +104,7 @@ def respond(conversation: Conversation, ids: Sequence[int], version: int = 0) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(case=conversations(TEXTS, st.lists(st.integers(0, 10**6), max_size=8)), stop=st.integers(0, 1))
 def test_sampled_tokens_stay_and_the_log_only_grows(kind: str, case: tuple[list[str], list[Turn]], stop: int) -> None:
     chat = renderer(kind)
@@ -135,7 +136,7 @@ def test_sampled_tokens_stay_and_the_log_only_grows(kind: str, case: tuple[list[
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(case=conversations(READABLE, READABLE), system=st.none() | READABLE)
 def test_the_log_reads_as_the_template_writes(kind: str, case: tuple[list[str], list[Turn]], system: str | None) -> None:
     chat = renderer(kind)
@@ -203,7 +204,7 @@ ANSWERS = st.text(max_size=8) | st.sampled_from(
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(40), deadline=None, derandomize=True)
 @given(st.lists(ANSWERS, min_size=1, max_size=3))
 def test_what_follows_is_found_at_a_glance_as_by_marking_the_response(template: str, answers: list[str]) -> None:
     tokenizer = bpe_tokenizer(template)

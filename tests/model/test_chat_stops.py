@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from test_chat_rendering import CHATML, branch_texts, respond, said
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AddedToken, PreTrainedTokenizerFast
@@ -261,7 +262,7 @@ def test_a_template_that_thinks_for_the_model_and_forgets_it_forks() -> None:
 IDS = st.text(CHARACTERS, max_size=40) | st.sampled_from(["say <stop> now", "<stop>", "</s>", "4<eot>", "a , b ! n't"])
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(text=IDS, stop=st.sampled_from(["</s>", "<eot>", "<stop>", "#"]))
 def test_the_text_is_what_was_said_without_the_token_that_ended_it(text: str, stop: str) -> None:
     """Special or not, or an ordinary character: what only reads like it stays."""

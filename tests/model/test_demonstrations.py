@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from test_chat_rendering import CHATML, FORGETS_THOUGHTS, PLAIN, READABLE, TRIMMING, bpe_tokenizer, said
 from transformers import PreTrainedTokenizerBase
 
@@ -45,7 +46,7 @@ messages = st.lists(
 
 
 @pytest.mark.parametrize("template", ["character", CHATML, TRIMMING], ids=["character", "chatml", "trimming"])
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(conversation=messages)
 def test_the_log_is_the_templates_text_and_the_loss_is_on_the_answers(template: str, conversation: list[Message]) -> None:
     chat = renderer(template)
@@ -101,7 +102,7 @@ def test_templates_that_do_not_show_how_an_answer_ends_or_begins_are_refused() -
         renderer(CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>model\\n'")).demonstrations(chat("q", "a"))
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=examples(50), deadline=None, derandomize=True)
 @given(mask=st.lists(st.booleans(), max_size=12))
 def test_tokens_and_a_mask_make_the_log_they_came_from(mask: list[bool]) -> None:
     mask = [False, *mask]

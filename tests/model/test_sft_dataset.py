@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.config.errors import UserError
 from roll.config.schema import DataConfig
@@ -73,7 +74,7 @@ def test_tokens_the_model_does_not_have_are_refused() -> None:
         corpus(Chat("b", log=TokenLog.from_loss_mask([1, 100_000], [False, True])))
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=examples(80), deadline=None, derandomize=True)
 @given(
     samples=st.integers(1, 20), each=st.integers(1, 30), epochs=st.sampled_from([0, 0.3, 1, 2, 3.5]),
     steps=st.integers(1, 9), seed=st.integers(0, 5),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from test_chat_rendering import (
     ANNOTATES_THE_PAST,
     CHATML,
@@ -90,7 +91,7 @@ TURNS = st.lists(st.tuples(TEXTS, SAID), min_size=1, max_size=4)
 
 
 @pytest.mark.parametrize("template", [*ALONE, FORGETS_THOUGHTS, ANNOTATES_THE_PAST])
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(opening=st.sampled_from([["user"], ["system", "user"], ["system"]]), text=TEXTS, turns=TURNS, tools=st.booleans())
 def test_a_conversation_reads_as_if_it_were_rendered_from_its_beginning(
     template: str, opening: list[str], text: str, turns: list[tuple[str, list[tuple[str, str]]]], tools: bool

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.config.errors import UserError
 from roll.config.reward import RewardRule
@@ -46,7 +47,7 @@ def task_of(domain: str, **rest: Any) -> Task:
     return Task.ask("t", "?", 5, domain=domain, **rest)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=examples(50), deadline=None, derandomize=True)
 @given(st.dictionaries(st.text("abcde", min_size=1, max_size=3), st.floats(-5, 5), min_size=1), st.data())
 def test_nothing_but_the_domain_decides(judges: Path, values: dict[str, float], data: st.DataObject) -> None:
     source = RewardSpec.of_domains({domain: fixed(judges, value) for domain, value in values.items()})

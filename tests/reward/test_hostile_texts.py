@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.data.task import Response, Task
 from roll.reward import time_limit
@@ -65,7 +66,7 @@ def worth(name: str, text: str) -> float | None:
 
 
 @pytest.mark.parametrize("name", REWARDS)
-@settings(derandomize=True, max_examples=30, deadline=None)
+@settings(derandomize=True, max_examples=examples(30), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(PIECES), st.sampled_from([1, 1, 2, 7, 500])), min_size=1, max_size=6))
 def test_every_text_is_worth_a_number(name: str, parts: list[tuple[str, int]]) -> None:
     value = worth(name, "".join(piece * times for piece, times in parts))

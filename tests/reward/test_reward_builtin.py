@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.data import Response, Task
 from roll.reward.math_text import equation_sides, expression_in, lists_several, tidy, without_unit
@@ -139,7 +140,7 @@ def test_a_list_of_numbers_gives_none_of_them(values: list[int], separator: str)
         assert judged(math, values[-1], text) == judged(math, values[0], text) == 0.0
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.text() | st.text("0123456789.,:/^'-+*xe \\{}()$%<>=!?and\n½²"))
 def test_no_text_breaks_the_search(text: str) -> None:
     given_number(text)

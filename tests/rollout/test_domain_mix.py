@@ -8,6 +8,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from rollout_toys import Moves, ToyRunner, go
 
 from roll.config import load_config
@@ -22,7 +23,7 @@ from roll.scheduler.task_sampler import EpochSampler
 SYMBOLS = "abcdefg"
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(
     weights=st.lists(st.sampled_from([0.1, 0.5, 1, 2, 3.5, 7, 10]), min_size=1, max_size=5),
     sizes=st.lists(st.integers(1, 7), min_size=5, max_size=5),

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from rollout_toys import go, turns
 
 from roll.rollout.engine_assignments import EngineAssignments
@@ -76,7 +77,7 @@ def test_one_that_is_cancelled_while_it_waits_leaves_nothing_behind(given_too: b
 
 
 @given(steps=st.lists(st.tuples(st.sampled_from(["give", "lose", "wait", "turn"]), st.integers(0, 1)), max_size=30))
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=examples(200), derandomize=True, deadline=None)
 def test_a_sample_has_the_seat_it_was_given_last(steps: list[tuple[str, int]]) -> None:
     async def main() -> None:
         seats = EngineAssignments()

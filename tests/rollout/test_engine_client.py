@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from rollout_toys import Mortal, ToyEngine, engines, go, logprob_of, of, request, some_time, timings, turns, until
 
 from roll.cluster import Cluster
@@ -62,7 +63,7 @@ class Counted:
     arrivals=st.lists(st.integers(0, 2), min_size=1, max_size=12),
     order=st.randoms(use_true_random=False),
 )
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=examples(60), derandomize=True, deadline=None)
 def test_every_request_gets_its_own_completion_in_any_order(
     count: int, doors: int, arrivals: list[int], order: object
 ) -> None:
@@ -345,7 +346,7 @@ def test_a_completion_that_comes_with_the_cancellation_is_not_waited_for_again()
         max_size=40,
     )
 )
-@settings(max_examples=80, derandomize=True, deadline=None)
+@settings(max_examples=examples(80), derandomize=True, deadline=None)
 def test_any_asking_and_cancelling_gives_each_try_its_own_answer(steps: list[tuple[str, int, int]]) -> None:
     async def main() -> None:
         cluster, toys = await engines(2)

@@ -8,6 +8,7 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from rollout_toys import Moves
 
 from roll.data import Sample, Task
@@ -62,7 +63,7 @@ def test_a_move_is_in_the_table_or_raises(old: str, new: Any) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=40, derandomize=True, deadline=None)
+@settings(max_examples=examples(40), derandomize=True, deadline=None)
 def test_any_walk_is_on_the_ledger_in_order(data: st.DataObject) -> None:
     moves = Moves()
     life = lifecycle(moves)

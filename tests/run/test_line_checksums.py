@@ -12,6 +12,7 @@ from zlib import crc32
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.config.errors import RunError
 from roll.run import Metrics, RunFolder, read_samples, write_samples
@@ -116,7 +117,7 @@ def test_samples_that_have_each_others_names_get_their_own(run: RunFolder) -> No
     assert rows(run) == before
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_no_damage_is_read_as_if_it_were_the_runs(run: RunFolder, data: st.DataObject) -> None:
     before = rows(run)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.config.errors import RunError, UserError
 from roll.ledger.log import gap, is_gap
@@ -122,7 +123,7 @@ def damaged(content: bytes, some: list[Damage]) -> bytes:
 @example([("truncate", 0.0, 0.0)])
 @example([("truncate", 0.5, 0.0)])
 @example([("delete", 0.92578125, 0.5)])  # across the place of the checkpoint
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_is_done_to_a_ledger_the_run_continues_and_it_balances(
     tmp_path: Path, whole: tuple[bytes, CheckpointMark], some: list[Damage]
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.rollout.lifecycle import MOVES
 from roll.run import Transition
@@ -86,7 +87,7 @@ def random_moves(samples: int, number: int, chance: random.Random) -> list[Trans
     return found
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(1, 12), st.integers(1, 80), st.integers(1, 30), st.integers(0, 2**32))
 def test_the_clock_equals_a_plain_count(samples: int, number: int, interval: int, seed: int) -> None:
     clock, plain = StateClock(), Plain()
@@ -104,7 +105,7 @@ def test_the_clock_equals_a_plain_count(samples: int, number: int, interval: int
     assert clock.take() == plain.take()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(1, 300), st.floats(1e-6, 1e4), st.floats(0, 3), st.integers(0, 2**32))
 def test_the_99th_percentile_is_within_a_hundredth(number: int, middle: float, width: float, seed: int) -> None:
     chance = random.Random(seed)

@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.config.errors import RunError
 from roll.rollout.lifecycle import MOVES
@@ -109,7 +110,7 @@ def expected_stages(transitions: list[Transition]) -> dict[str, list[tuple[str, 
     }
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(lives(), st.sampled_from((2, 8, 2048)))
 def test_every_stage_of_every_sample_is_one_event(transitions: list[Transition], pending: int) -> None:
     found = written(transitions, pending)
@@ -128,7 +129,7 @@ def test_every_stage_of_every_sample_is_one_event(transitions: list[Transition],
     assert sorted(instants) == sorted((t.sample, t.state, round(t.time_s * 1e6)) for t in ended)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(lives(), st.sampled_from((2, 8, 2048)))
 def test_no_two_events_overlap_on_a_lane(transitions: list[Transition], pending: int) -> None:
     for on in on_lanes(written(transitions, pending)).values():
@@ -141,7 +142,7 @@ def at_different_times(transitions: list[Transition]) -> list[Transition]:
     return [replace(transition, time_s=moment / 1000) for moment, transition in enumerate(ordered)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(lives())
 def test_a_row_is_as_high_as_it_was_busy(transitions: list[Transition]) -> None:
     found = written(at_different_times(transitions))
@@ -155,7 +156,7 @@ def test_a_row_is_as_high_as_it_was_busy(transitions: list[Transition]) -> None:
             assert taken >= {lower for lower in lanes if lower < lane}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(lives(), st.integers(0, 2**32))
 def test_moves_that_arrive_out_of_order_get_the_lanes_they_would_have_got(
     transitions: list[Transition], seed: int
@@ -170,7 +171,7 @@ def test_moves_that_arrive_out_of_order_get_the_lanes_they_would_have_got(
     assert complete(written(late, pending=16)) == complete(written(in_order))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(1, 40), st.integers(0, 2**32))
 def test_a_row_gives_the_lowest_lane_that_was_free_at_the_time(lanes: int, seed: int) -> None:
     chance = random.Random(seed)
@@ -200,7 +201,7 @@ def joined(on: list[Event]) -> list[tuple[int, int]]:
     return [(begin, end) for _, begin, end in stays]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(lives(), st.floats(0, 1), st.integers(1, 400))
 def test_what_was_flushed_is_read_wherever_the_file_is_cut_off(
     transitions: list[Transition], share: float, cut: int
@@ -225,7 +226,7 @@ def test_what_was_flushed_is_read_wherever_the_file_is_cut_off(
     assert events(torn + "]" if torn else "[]") == whole[: torn.count("\n")]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(lives())
 def test_stages_lie_on_the_rows_of_who_has_the_sample(transitions: list[Transition]) -> None:
     found = written(transitions)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.sandbox.inside import codec
 
@@ -191,7 +192,7 @@ HOSTILE = st.recursive(
 )
 
 
-@settings(derandomize=True, max_examples=300)
+@settings(derandomize=True, max_examples=examples(300))
 @given(HOSTILE)
 def test_whatever_a_program_writes_is_a_value_that_can_be_compared_or_is_refused(data: Any) -> None:
     try:
@@ -202,7 +203,7 @@ def test_whatever_a_program_writes_is_a_value_that_can_be_compared_or_is_refused
     assert (value == Decimal(1)) in (True, False)
 
 
-@settings(derandomize=True, max_examples=200)
+@settings(derandomize=True, max_examples=examples(200))
 @given(PLAIN, st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), min_size=1, max_size=4))
 def test_a_damaged_line_is_a_value_or_is_refused(value: Any, flips: list[tuple[int, int]]) -> None:
     line = bytearray(codec.dump(value, no_stand_in))

@@ -10,6 +10,7 @@ from statistics import fmean
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.scheduler.estimate import MeanEstimate, majority_at, mean_of, pass_at, student_quantile, wilson
 
@@ -48,7 +49,7 @@ Attempts = st.lists(st.tuples(st.sampled_from([None, "a", "b", "c", "d"]), st.bo
 
 
 @given(Attempts, st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_majority_at_k_is_the_mean_over_all_choices_of_k_attempts(
     attempts: list[tuple[str | None, bool]], data: st.DataObject
 ) -> None:

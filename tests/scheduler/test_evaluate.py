@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from rollout_toys import ToyRunner, go, party, tasks, turns, until
 
 from roll.config.errors import RunError
@@ -45,7 +46,7 @@ def test_nothing_held_out_is_nothing_to_evaluate() -> None:
 
 
 @given(held_out=st.integers(1, 12), samples=st.integers(1, 40), workers=st.integers(1, 3))
-@settings(max_examples=30, derandomize=True, deadline=None)
+@settings(max_examples=examples(30), derandomize=True, deadline=None)
 def test_answers_are_spread_evenly_over_the_tasks(held_out: int, samples: int, workers: int) -> None:
     evaluation, seen = evaluate(held_out, lambda s: 1.0, workers=workers, samples=samples)
     assert evaluation is not None
@@ -208,7 +209,7 @@ def evaluate_domains(
 
 
 @given(sizes=st.dictionaries(st.sampled_from("abcd"), st.integers(1, 9), min_size=1), samples=st.integers(4, 40))
-@settings(max_examples=30, derandomize=True, deadline=None)
+@settings(max_examples=examples(30), derandomize=True, deadline=None)
 def test_every_domain_is_asked_as_much_and_counts_as_much(sizes: dict[str, int], samples: int) -> None:
     worth = {"a": 1.0, "b": 0.5, "c": 0.25, "d": 0.0}
     evaluation, seen = evaluate_domains(sizes, lambda s: worth[s.task.domain], samples=samples)
@@ -253,7 +254,7 @@ def test_parts_of_rewards_are_told_over_the_answers_that_have_them() -> None:
 
 
 @given(held_out=st.integers(1, 12), attempts=st.integers(1, 5), samples=st.integers(0, 40))
-@settings(max_examples=30, derandomize=True, deadline=None)
+@settings(max_examples=examples(30), derandomize=True, deadline=None)
 def test_every_task_that_is_asked_is_asked_as_often(held_out: int, attempts: int, samples: int) -> None:
     samples = samples and max(samples, attempts)
     evaluation, seen = evaluate(held_out, lambda s: 1.0, attempts=attempts, samples=samples)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.config.errors import RunError, UserError
 from roll.data import Sample, Task
@@ -41,7 +42,7 @@ EPISODES = st.lists(
 
 
 @given(EPISODES, st.sampled_from([0.0, 0.5, 0.95, 1.0]))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_equal_rewards_have_signal_where_turns_in_one_state_led_to_different_returns(
     episodes: list[list[tuple[float, int]]], discount: float
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.data import Group, Task
 from roll.scheduler.group_table import GroupTable
@@ -34,7 +35,7 @@ STEPS = st.tuples(
 
 
 @given(steps=st.lists(STEPS, max_size=80))
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=examples(200), derandomize=True, deadline=None)
 def test_the_books_agree_with_plain_lists(steps: list[tuple[str, int]]) -> None:
     books, model = GroupTable(), Model()
     groups: dict[int, Group] = {}

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.config.errors import UserError
 from roll.data import Sample, Task
@@ -171,7 +172,7 @@ def test_what_a_tail_round_did_not_take_waits_for_the_next() -> None:
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 17), st.integers(0, 999))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_every_draw_is_given_in_a_round_where_it_is_waited_for(need: int, surplus: int, size: int, seed: int) -> None:
     order = TailBatching(EpochSampler(tasks_of(size), 0), need, surplus / need)
     dice = random.Random(seed)

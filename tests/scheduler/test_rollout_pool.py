@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from rollout_toys import (
     END,
     Party,
@@ -186,7 +187,7 @@ def test_a_key_can_be_out_once_only_even_if_both_wait_for_an_engine() -> None:
     engine_count=st.integers(1, 3),
     order=st.randoms(use_true_random=False),
 )
-@settings(max_examples=40, derandomize=True, deadline=None)
+@settings(max_examples=examples(40), derandomize=True, deadline=None)
 def test_the_ledgers_moves_are_valid_and_in_order_whatever_comes_first(
     sizes: list[int], workers: int, engine_count: int, order: Any
 ) -> None:
@@ -511,7 +512,7 @@ def test_an_error_of_a_worker_itself_reaches_all_its_leases(method: str) -> None
     most=st.integers(1, 60),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=25, derandomize=True, deadline=None)
+@settings(max_examples=examples(25), derandomize=True, deadline=None)
 def test_a_batch_has_the_tokens_of_its_samples_in_its_order(sizes: list[int], workers: int, most: int, seed: int) -> None:
     async def main() -> None:
         run = await party(2, workers, lambda task, response: float(len(response.text)))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from rollout_toys import go, turns
 
 from roll.config.errors import RunError
@@ -502,7 +503,7 @@ STEPS = [
     kv_tokens=st.sampled_from([0, 100]),
     steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 50)), max_size=50),
 )
-@settings(max_examples=150, derandomize=True, deadline=None)
+@settings(max_examples=examples(150), derandomize=True, deadline=None)
 def test_any_coming_and_going_keeps_what_the_router_promises(
     count: int, max_running: int, kv_tokens: int, steps: list[tuple[str, int]]
 ) -> None:

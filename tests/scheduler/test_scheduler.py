@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from rollout_toys import END, Moves, Party, ToyRunner, go, party, some_time, tasks, timings, turns, until
 
 from roll.config.errors import RunError
@@ -132,7 +133,7 @@ PLANS = st.builds(
 
 
 @given(plan=PLANS, seed=st.integers(0, 1000), workers=st.integers(1, 3), engine_count=st.integers(1, 2))
-@settings(max_examples=120, derandomize=True, deadline=None)
+@settings(max_examples=examples(120), derandomize=True, deadline=None)
 def test_what_is_issued_and_kept_does_not_depend_on_timing(
     plan: Plan, seed: int, workers: int, engine_count: int
 ) -> None:

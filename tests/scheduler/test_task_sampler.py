@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.config.errors import UserError
 from roll.data import Task
@@ -54,7 +55,7 @@ def test_without_weights_an_epoch_is_one_shuffle_of_all_tasks(size: int, seed: i
 
 
 @given(weights_of_domains, st.integers(1, 4), seeds)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_with_weights_the_mix_is_exact_after_every_draw(weights: list[float], size: int, seed: int) -> None:
     domains = [chr(97 + domain) for domain in range(len(weights))]
     order = EpochSampler(tasks_of(*[size] * len(weights)), seed, dict(zip(domains, weights, strict=True)))
@@ -339,7 +340,7 @@ kinds = st.sampled_from(["epochs", "solve_rate", "longest_first", "tail_batching
 
 
 @given(kinds, moves)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_no_draw_is_lost_or_doubled_whatever_happens(kind: str, moves: list[tuple[str, int]]) -> None:
     life = Life(made(kind))
     for what, pick in moves:
@@ -358,7 +359,7 @@ def test_no_draw_is_lost_or_doubled_whatever_happens(kind: str, moves: list[tupl
 
 
 @given(kinds, moves, moves)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_a_restored_order_goes_on_with_the_same_draws(
     kind: str, before: list[tuple[str, int]], after: list[tuple[str, int]]
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.simulation.barrier import run_barrier
 from roll.simulation.bound import StepBound, on_policy_bound_s, overlapping_bound_s, step_bounds
@@ -155,7 +156,7 @@ workloads = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(workloads, st.integers(1, 3))
 def test_no_barrier_beats_the_bound(workload: Workload, steps: int) -> None:
     run = run_barrier(workload, steps)
@@ -171,7 +172,7 @@ def test_no_barrier_beats_the_bound(workload: Workload, steps: int) -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(20), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads, st.integers(1, 5))
 def test_no_schedule_beats_the_bound(staleness: int, workload: Workload, steps: int) -> None:
     """The real scheduler on simulated engines, from the first token to each step's publishing."""

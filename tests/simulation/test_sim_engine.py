@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from naive import Event, NaiveEngine, Result
 
 from roll.simulation.clock import run
@@ -116,7 +117,7 @@ def scripts(draw: st.DrawFn) -> list[Event]:
     return sorted(submits + aborts + pauses, key=lambda event: event.at_s)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(exact_specs, scripts())
 def test_equals_a_simulation_of_every_step(spec: EngineSpec, events: list[Event]) -> None:
     naive = NaiveEngine(spec, events).run()
@@ -129,7 +130,7 @@ def test_equals_a_simulation_of_every_step(spec: EngineSpec, events: list[Event]
     assert result == naive
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     st.builds(
         EngineSpec,
@@ -150,7 +151,7 @@ def test_equals_it_for_any_speed(spec: EngineSpec, sizes: list[tuple[int, int]])
     assert (result.preemptions, result.recomputed_tokens) == (naive.preemptions, naive.recomputed_tokens)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(exact_specs, scripts())
 def test_the_same_every_time(spec: EngineSpec, events: list[Event]) -> None:
     assert simulated(spec, events) == simulated(spec, events)

@@ -8,6 +8,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.simulation.clock import Deadlock, VirtualLoop, run
 
@@ -45,7 +46,7 @@ def test_timers_fire_at_their_very_time(start_s: float) -> None:
 
 
 @given(st.lists(st.integers(0, 5), max_size=40))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_by_time_then_in_the_order_asked_for(delays: list[int]) -> None:
     async def main() -> list[tuple[int, int]]:
         order: list[tuple[int, int]] = []

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from torch import Tensor
 
 from roll.weight_sync.digest import BLOCK_WORDS, digest, digests, finish, partial_sum
@@ -89,7 +90,7 @@ def large() -> Tensor:
 EDGES = [place + d for place in (BLOCK_BYTES, 2 * BLOCK_BYTES) for d in (-5, -4, -1, 0, 1, 3, 4, 6)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(position=st.one_of(st.sampled_from(EDGES), st.integers(0, 2 * BLOCK_BYTES + 6)), flip=st.integers(1, 255))
 def test_a_changed_byte_changes_it_anywhere(large: Tensor, position: int, flip: int) -> None:
     large[position] ^= flip

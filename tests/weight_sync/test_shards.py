@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from torch import Tensor
 
 from roll.cluster.mesh import MeshShape
@@ -77,7 +78,7 @@ def cuts(draw: st.DrawFn) -> Cut:
     return shape, dtype, dim, [*ends, shape[dim]]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(tensors=st.lists(cuts(), min_size=1, max_size=4), bucket_bytes=st.sampled_from([16, 48, 1024]))
 def test_digests_and_buckets_are_those_of_the_whole_tensors(ranks: Ranks, tensors: list[Cut], bucket_bytes: int) -> None:
     results = ranks.run(publish, tensors, bucket_bytes)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from roll.config.errors import RunError
@@ -328,7 +329,7 @@ ACTIONS = st.lists(
 
 
 @given(actions=ACTIONS, slots=st.integers(1, 4))
-@settings(max_examples=25, derandomize=True, deadline=None)
+@settings(max_examples=examples(25), derandomize=True, deadline=None)
 def test_every_submitted_request_ends_in_exactly_one_completion(actions: list[tuple[str, int]], slots: int) -> None:
     async def main() -> None:
         served = strategy(slots)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.data.batch import Batch
 from roll.data.remote_columns import Indices
@@ -82,7 +83,7 @@ def by_group(batch: Batch, ranks: int, cost: TokenCost = COST) -> float:
     return slowest(batch, [[sample for group in part for sample in groups[group]] for part in placed], cost)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(GROUPS, st.integers(1, 8), st.integers(0, 3))
 def test_every_sample_is_on_one_rank_and_loads_are_what_the_ranks_compute(
     groups: list[tuple[int, list[int]]], ranks: int, seed: int
@@ -98,7 +99,7 @@ def test_every_sample_is_on_one_rank_and_loads_are_what_the_ranks_compute(
         assert load == pytest.approx(tree_cost([rows[i] for i in part]))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(GROUPS, st.integers(2, 8), st.integers(0, 3))
 def test_the_slowest_rank_is_never_slower_than_with_whole_groups_or_single_samples(
     groups: list[tuple[int, list[int]]], ranks: int, seed: int

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
@@ -44,7 +45,7 @@ def plain(model: Any, hidden: Tensor, rows: Tensor, targets: Tensor, heat: Tenso
     return everything[torch.arange(len(rows)), targets], -(everything.exp() * everything).sum(-1)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(40), deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**32 - 1),
     tokens=st.integers(1, 30),
@@ -103,7 +104,7 @@ def test_a_near_certain_token_keeps_its_small_slope() -> None:
     assert float(model.head.weight.grad[0, 0]) == pytest.approx(missing, rel=1e-2)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=examples(50), deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.sampled_from([0.5, 1.0])), max_size=20))
 def test_every_distribution_and_every_token_of_one_is_there_once(asked: list[tuple[int, int, float]]) -> None:
     rows, targets, heat = (np.array(values) for values in zip(*asked, strict=True)) if asked else (np.zeros(0, int),) * 3

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -236,7 +237,7 @@ def test_a_saved_optimizer_goes_on_on_a_gpu(tmp_path: Path, dtype: torch.dtype) 
     save_and_load_goes_on(tmp_path, dtype, 3, "cuda")
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(
     steps=st.integers(1, 60),
     warmup=st.integers(0, 60),

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -88,7 +89,7 @@ def one_by_one(batch: Batch) -> tuple[float, Gradients]:
     return total, {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(15), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(said=CHATS, micro_batch_tokens=st.sampled_from([48, 4096]))
 def test_packed_chats_are_as_if_alone(said: list[list[str]], micro_batch_tokens: int) -> None:
     batch = batch_of(said)

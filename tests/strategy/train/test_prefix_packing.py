@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -19,7 +20,7 @@ from roll.strategy.train import tree_attention
 from roll.strategy.train.packing import PrefixTree, common_prefix, cut, pack, sorted_order
 from roll.strategy.train.tree_attention import BucketPlan, VarlenPlan, tree_plan
 
-CASES = settings(max_examples=100, deadline=None, derandomize=True)
+CASES = settings(max_examples=examples(100), deadline=None, derandomize=True)
 SEQUENCES = st.lists(
     # Few symbols make shared prefixes; large ids check that order is by number, not by byte.
     st.lists(st.sampled_from([0, 1, 255, 256, 70000]), max_size=7).map(lambda ids: np.array(ids, np.int32)),
@@ -145,7 +146,12 @@ def make_plan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return PLANS[request.param]
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(20),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     seed=st.integers(0, 2**32 - 1),
     prompts=st.integers(1, 3),

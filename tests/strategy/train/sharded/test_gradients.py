@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from roll.algorithm import CorrectionSpec, LossSpec
 from roll.algorithm.loss_inputs import Aggregation, CreditSpec, Estimator, Level
@@ -183,7 +184,7 @@ def test_samples_that_cancel_each_other(four: Ranks) -> None:
 
 
 @pytest.mark.slow
-@settings(several, max_examples=200)
+@settings(several, max_examples=examples(200))
 @given(spec=losses(), shape=GROUPS, extra_rows=EXTRA_ROWS, kind=st.sampled_from(KINDS), share=st.booleans())
 def test_many_random_groups_limits_and_idle_ranks(
     ranks: Ranks, spec: LossSpec, shape: Groups, extra_rows: int, kind: str, share: bool

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
@@ -156,7 +157,7 @@ def models(draw: st.DrawFn) -> Model:
 BUCKETS = st.sampled_from([16, 80, 1000, 1 << 20])
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=examples(15))
 @given(wanted=models(), bucket_bytes=BUCKETS)
 def test_two_ranks_publish_the_bytes_of_one_process(two: Ranks, wanted: Model, bucket_bytes: int) -> None:
     assert_published(two, wanted, bucket_bytes)
