@@ -129,7 +129,7 @@ def measure(
                 if engine not in best or outcome.seconds < best[engine].seconds:
                     best[engine] = outcome
         floor_s = floor.seconds(work)
-        rows = {engine: outcome.row(work, floor_s, floor.bytes_a_token) for engine, outcome in best.items()}
+        rows = {engine: outcome.row(work, floor_s, floor.bytes_per_token) for engine, outcome in best.items()}
         print_table(work, rows, floor_s)
         prefix = "" if name == "distinct" else f"{name}_"
         result |= {f"{name}_{e}_{key}": value for e, row in rows.items() for key, value in row.items()}

@@ -89,7 +89,7 @@ class Outcome:
     peak_cached: float | None
     """Most tokens whose keys and values were held at once; None where the engine does not tell."""
 
-    def row(self, work: Workload, floor_s: float, bytes_a_token: int) -> dict[str, float]:
+    def row(self, work: Workload, floor_s: float, bytes_per_token: int) -> dict[str, float]:
         p95 = quantiles(self.steps_s, n=20)[-1] if len(self.steps_s) > 1 else self.steps_s[0]
         cached = float("nan") if self.peak_cached is None else self.peak_cached
         return {
@@ -98,7 +98,7 @@ class Outcome:
             "step_p95_ms": 1e3 * p95,
             "first_token_mean_s": mean(self.first_token_s) if self.first_token_s else float("nan"),
             "peak_cached_tokens": cached,
-            "peak_cached_mb": cached * bytes_a_token / 1e6,
+            "peak_cached_mb": cached * bytes_per_token / 1e6,
             "of_floor": floor_s / self.seconds,
         }
 
@@ -128,7 +128,7 @@ class Floor:
         self._device, self._dtype = weight.device, weight.dtype
         config = model.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.bytes_a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * weight.itemsize
+        self.bytes_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * weight.itemsize
         self._dense_bytes = sum(matrix.nbytes for matrix in [*linears, weight])
         self.copy_bandwidth = self._copy_bandwidth()
         self._seconds: dict[int, float] = {}
@@ -138,7 +138,7 @@ class Floor:
         total = work.distinct_prompt_tokens * self._products(512) / 512 + self._products(len(work.prompts), head=True)
         for step in range(1, work.longest):
             running = sum(new > step for new in work.new_tokens)
-            read = self._weight_bytes(running) + running * (prompt + step) * self.bytes_a_token
+            read = self._weight_bytes(running) + running * (prompt + step) * self.bytes_per_token
             products = 0.0 if self._device.type == "cuda" else self._step_products(running)
             total += max(read / self.copy_bandwidth, products)
         return total

@@ -190,15 +190,15 @@ def cache_bytes(
     adds the routes."""
     cache, context = SlotCache(shape, dtype, torch.device("cpu"), recorded), longest_sequence(shape)
     if paged and work.kv_tokens:
-        return work.kv_tokens * cache.bytes_a_token
+        return work.kv_tokens * cache.bytes_per_token
     if paged:
         sizes = {roomy(prompt + work.response, context) for prompt in (work.shortest_prompt, work.longest_prompt)}
-        return work.running * sum(sizes) * cache.bytes_a_token
+        return work.running * sum(sizes) * cache.bytes_per_token
     sizing = SlotSizing(work.running, context, len(cache.layers))
     largest = sizing.shape(work.longest, work.running, work.kv_tokens or sys.maxsize)
     outgrown = rounded(work.shortest_prompt + work.response) < largest.positions
     smaller = CacheShape(largest.slots, largest.positions // 2) if outgrown else CacheShape()
-    return sizing.peak(smaller, largest) * cache.bytes_a_token
+    return sizing.peak(smaller, largest) * cache.bytes_per_token
 
 
 def engine_working(footprint: Footprint, work: MemoryInputs) -> Sizes:

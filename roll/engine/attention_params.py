@@ -17,7 +17,7 @@ class AttentionParams:
     cap: float | None = None
 
 
-def reading_of(module: nn.Module, scale: float) -> AttentionParams:
+def attention_params_of(module: nn.Module, scale: float) -> AttentionParams:
     """The parameters that the layer's own code uses."""
     config = module.config
     window = getattr(module, "sliding_window", None)

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PretrainedConfig
 
 from roll.data.routes import Routes
-from roll.engine.attention_params import AttentionParams, reading_of, widened
+from roll.engine.attention_params import AttentionParams, attention_params_of, widened
 from roll.engine.kv_sizing import CacheShape
 from roll.engine.routes import RouteShape
 from roll.model.shape import head_dim_of
@@ -42,8 +42,8 @@ class SlotCache:
         self.routes: Tensor | None = None
 
     @property
-    def bytes_a_token(self) -> int:
-        recorded = self._recorded.bytes_a_token if self._recorded is not None else 0
+    def bytes_per_token(self) -> int:
+        recorded = self._recorded.bytes_per_token if self._recorded is not None else 0
         return 2 * len(self.layers) * self._kv_heads * self.dim * self._dtype.itemsize + recorded
 
     def reshape(self, shape: CacheShape, sources: Sequence[tuple[int, int]] = ()) -> None:
@@ -155,7 +155,7 @@ class CachePlan:
         if decoding and not exact:
             self._slots = torch.tensor([each.slot for each in decoding], device=self._device)
             self._last = torch.tensor([each.length - 1 for each in decoding], device=self._device)
-        self._runs = [self._run(rows) for rows in _together(decoding)] if not exact else []
+        self._runs = [self._run(rows) for rows in _slot_runs(decoding)] if not exact else []
 
     def _run(self, rows: range) -> _Run:
         """`rows` is counted from the first decode row."""
@@ -166,9 +166,9 @@ class CachePlan:
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         layer = module.layer_idx
         assert isinstance(layer, int)
-        reading = reading_of(module, scale)
-        of_chunks, of_runs = self._masks_of(reading.window)
-        told = value.shape[-1]
+        params = attention_params_of(module, scale)
+        of_chunks, of_runs = self._masks_of(params.window)
+        value_dim = value.shape[-1]
         query, key, value = (widened(tensor, self._cache.dim) for tensor in (query, key, value))
         heads, rows, dim = query.shape
         output = query.new_zeros(rows, heads, dim)
@@ -179,15 +179,15 @@ class CachePlan:
             end = chunk.start + chunk.rows
             keys[chunk.slot, :, chunk.start : end] = key[:, span]
             values[chunk.slot, :, chunk.start : end] = value[:, span]
-            attended = _alone(query[:, span], keys[chunk.slot, :, :end], values[chunk.slot, :, :end], mask, reading)
+            attended = _alone(query[:, span], keys[chunk.slot, :, :end], values[chunk.slot, :, :end], mask, params)
             output[span] = attended.transpose(0, 1)
             row = span.stop
         if self._decoding and self._exact:
             for row, each in enumerate(self._decoding, self._first):
                 keys[each.slot, :, each.length - 1] = key[:, row]
                 values[each.slot, :, each.length - 1] = value[:, row]
-                seen = slice(max(each.length - reading.window, 0) if reading.window else 0, each.length)
-                one = _alone(query[:, row : row + 1], keys[each.slot, :, seen], values[each.slot, :, seen], None, reading)
+                seen = slice(max(each.length - params.window, 0) if params.window else 0, each.length)
+                one = _alone(query[:, row : row + 1], keys[each.slot, :, seen], values[each.slot, :, seen], None, params)
                 output[row] = one[:, 0]
         elif self._decoding:
             span = slice(self._first, self._first + len(self._decoding))
@@ -195,14 +195,14 @@ class CachePlan:
             values[self._slots, :, self._last] = value[:, span].transpose(0, 1)
             for run, mask in zip(self._runs, of_runs, strict=True):
                 seen_keys, seen_values = keys[run.slots, :, : run.longest], values[run.slots, :, : run.longest]
-                output[run.rows] = _decoded(query[:, run.rows], seen_keys, seen_values, mask, reading)
-        return output[..., :told]
+                output[run.rows] = _decoded(query[:, run.rows], seen_keys, seen_values, mask, params)
+        return output[..., :value_dim]
 
     @property
     def records(self) -> bool:
         return self._cache.routes is not None
 
-    def keep_routes(self, routes: Tensor) -> None:
+    def store_routes(self, routes: Tensor) -> None:
         """Stores the routes of the pass's rows, [rows, width], beside their keys."""
         assert self._cache.routes is not None
         row = 0
@@ -220,7 +220,7 @@ class CachePlan:
         return self._masks[window]
 
 
-def _together(decoding: list[DecodeRows]) -> list[range]:
+def _slot_runs(decoding: list[DecodeRows]) -> list[range]:
     """Groups the decode rows into runs of consecutive slots. A run is split where reading all its slots up to the longest
     would cost more than another attention call. Rows are in slot order."""
     runs: list[range] = []
@@ -252,26 +252,26 @@ def _seen(lengths: Tensor, longest: int, window: int | None) -> Tensor:
     return seen if window is None else seen & (at >= lengths[:, None] - window)
 
 
-def _decoded(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, reading: AttentionParams) -> Tensor:
+def _decoded(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
     """One row per slot, in one call: query [heads, slots, dim], keys and values [slots, kv_heads, positions, dim]. Query
     heads that share a key head become the query rows of one attention, so nothing is copied."""
     heads, slots, dim = query.shape
     kv_heads = keys.shape[1]
     grouped = query.transpose(0, 1).reshape(slots, kv_heads, heads // kv_heads, dim)
-    return _attended(grouped, keys, values, mask, reading).reshape(slots, heads, dim)
+    return _attended(grouped, keys, values, mask, params).reshape(slots, heads, dim)
 
 
-def _alone(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, reading: AttentionParams) -> Tensor:
+def _alone(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
     """One sequence. query [heads, rows, dim], key and value [kv_heads, positions, dim] → [heads, rows, dim]."""
     repeats = query.shape[0] // key.shape[0]
     key, value = key.repeat_interleave(repeats, 0), value.repeat_interleave(repeats, 0)
-    return _attended(query[None], key[None], value[None], mask, reading)[0]
+    return _attended(query[None], key[None], value[None], mask, params)[0]
 
 
-def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, reading: AttentionParams) -> Tensor:
-    if reading.cap is None:
-        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=reading.scale)
-    scores = torch.tanh(query @ key.transpose(-2, -1) * (reading.scale / reading.cap)) * reading.cap
+def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
+    if params.cap is None:
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=params.scale)
+    scores = torch.tanh(query @ key.transpose(-2, -1) * (params.scale / params.cap)) * params.cap
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     return scores.float().softmax(dim=-1).to(value.dtype) @ value

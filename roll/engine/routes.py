@@ -46,7 +46,7 @@ class RouteShape:
         return torch.uint8 if routes_type(self.experts) == np.uint8 else torch.int16
 
     @property
-    def bytes_a_token(self) -> int:
+    def bytes_per_token(self) -> int:
         return self.width * self.dtype.itemsize
 
     def host(self, rows: Tensor) -> Routes:

@@ -97,7 +97,7 @@ class SlotEngine:
         self._recorder = RouteRecorder(self._computed_by)
         recorded = RouteShape.of(model) if records_routes else None
         self._cache = SlotCache(model.config, next(model.parameters()).dtype, self._device, recorded)
-        self._limit = KVBudget(kv_tokens, self._cache.bytes_a_token, self._device, free_bytes)
+        self._limit = KVBudget(kv_tokens, self._cache.bytes_per_token, self._device, free_bytes)
         self._sizing = SlotSizing(max_running, self.context, len(self._cache.layers))
         self._slots = SlotAllocator(self._cache, EXACT_ROWS if exact else 1)
         self._waiting: deque[Request] = deque()
@@ -325,7 +325,7 @@ class SlotEngine:
         where = torch.from_numpy(np.pad(positions.astype(np.int64), (0, padding))).to(self._device)
         if plan.records:
             hidden, routes = self._recorder.record(lambda: forward_rows(self._computed_by, rows, where, plan))
-            plan.keep_routes(routes)
+            plan.store_routes(routes)
             return hidden
         return (forward_columns if self._columns else forward_rows)(self._computed_by, rows, where, plan)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 
-def adjoin(parameters: Sequence[nn.Parameter]) -> Tensor:
+def fuse_parameters(parameters: Sequence[nn.Parameter]) -> Tensor:
     """One tensor of all parameters, concatenated along their first dimension. The parameters stay the same objects with
     the same values, and are moved into a common storage if they do not share one yet."""
     whole = _whole(parameters)

@@ -330,7 +330,7 @@ def test_a_paged_cache_is_planned_as_large_as_it_is_made() -> None:
     model, token = trainer(shape, torch.float32).model, 2 * 3 * 2 * 16 * 4
     for prompt, response in ((20, 8), (200, 200)):
         work = MemoryInputs(prompt, prompt, response, 6, 4, 4096, running=10, exact=False, bucket_bytes=0)
-        blocks = PagedSizing(model, 10, 0).wanted(prompt + response) - 1  # one is padding's
+        blocks = PagedSizing(model, 10, 0).required_blocks(prompt + response) - 1  # one is padding's
         assert cache_bytes(shape, torch.float32, work, paged=True) == blocks * BLOCK * token
     grows = MemoryInputs(20, 400, 100, 6, 4, 4096, running=10, exact=False, bucket_bytes=0)
     assert cache_bytes(shape, torch.float32, grows, paged=True) == 10 * (256 + 512) * token, "both while it grows"
@@ -344,7 +344,7 @@ def test_a_cache_with_routes_is_planned_as_large_as_it_is_made(paged: bool, expe
     model, token = trainer(shape, torch.float32).model, 2 * 3 * 2 * 16 * 4 + 24 * bytes_an_expert
     if paged:
         sizing = PagedSizing(model, 10, 0, recorded)
-        pages = sizing.pages(sizing.wanted(128))
+        pages = sizing.make_cache(sizing.required_blocks(128))
         assert pages.routes is not None
         made = sum(part.nbytes for part in (pages.keys, pages.values, pages.routes)) - BLOCK * token
     else:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis_examples import examples
 
-from roll.engine.cache import _CALL, DecodeRows, _together
+from roll.engine.cache import _CALL, DecodeRows, _slot_runs
 
 
 def cost(decoding: list[DecodeRows], runs: list[range]) -> int:
@@ -21,7 +21,7 @@ def test_runs_are_consecutive_slots_and_cost_no_more_than_each_alone(rows: list[
     for gap, length in rows:
         slot += gap
         decoding.append(DecodeRows(slot, length))
-    runs = _together(decoding)
+    runs = _slot_runs(decoding)
     assert [row for run in runs for row in run] == list(range(len(decoding)))
     for run in runs:
         slots = [decoding[row].slot for row in run]
@@ -31,4 +31,4 @@ def test_runs_are_consecutive_slots_and_cost_no_more_than_each_alone(rows: list[
 
 def test_slots_of_like_lengths_are_one_run_and_a_long_one_stands_alone() -> None:
     lengths = [300, 310, 305, 1900, 40, 42]
-    assert _together([DecodeRows(i, n) for i, n in enumerate(lengths)]) == [range(3), range(3, 4), range(4, 6)]
+    assert _slot_runs([DecodeRows(i, n) for i, n in enumerate(lengths)]) == [range(3), range(3, 4), range(4, 6)]

@@ -23,7 +23,7 @@ from roll.engine.kv_sizing import MEMORY_SHARE, CacheShape, KVBudget, SlotSizing
 from roll.engine.request import Completion
 from roll.engine.slot_engine import SlotEngine
 
-TOKEN_BYTES = SlotCache(llama().config, torch.float32, torch.device("cpu")).bytes_a_token
+TOKEN_BYTES = SlotCache(llama().config, torch.float32, torch.device("cpu")).bytes_per_token
 
 
 @dataclass

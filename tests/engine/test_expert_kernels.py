@@ -15,7 +15,7 @@ if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
 from roll.engine.paged import expert_kernels, layer_kernels  # noqa: E402
-from roll.engine.paged.expert_kernels import Lines, Tile  # noqa: E402
+from roll.engine.paged.expert_kernels import SortedPairs, Tile  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 KINDS = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
@@ -36,7 +36,7 @@ def zeros(experts: int) -> Tensor:
     return torch.zeros(experts, dtype=torch.int32, device=DEVICE)
 
 
-def pairs_of(lines: Lines) -> list[list[int]]:
+def pairs_of(lines: SortedPairs) -> list[list[int]]:
     """Each expert's pairs."""
     return [sorted(line[:count].tolist()) for line, count in zip(lines.order, lines.counts.tolist(), strict=True)]
 
@@ -98,7 +98,7 @@ def test_rows_go_to_the_experts_they_are_given() -> None:
     lines, weights = expert_kernels.route(logits, 2, True, torch.float32, zeros(6), given=given)
     expected = torch.softmax(logits, dim=-1).gather(1, given.long())
     close(weights, expected / expected.sum(-1, keepdim=True))
-    assert pairs_of(lines) == pairs_of(expert_kernels.line_up(given, 6))
+    assert pairs_of(lines) == pairs_of(expert_kernels.sort_by_expert(given, 6))
 
 
 @pytest.mark.parametrize("how", ["as they come", "one idle", "all to the same"])
@@ -107,17 +107,17 @@ def test_pairs_stand_in_their_experts_lines(rows: int, experts: int, chosen: int
     choices = routed(rows, experts, chosen, how)
     flat = choices.flatten().tolist()
     for given in (choices, choices.long()):
-        lines = expert_kernels.line_up(given, experts)
+        lines = expert_kernels.sort_by_expert(given, experts)
         assert pairs_of(lines) == [[pair for pair, e in enumerate(flat) if e == expert] for expert in range(experts)]
 
 
-def plain_experts(states: Tensor, choices: Tensor, widen: Tensor, narrow: Tensor) -> Tensor:
+def plain_experts(states: Tensor, choices: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """[rows · chosen, hidden]"""
     parts: list[Tensor] = []
     for row, experts in enumerate(choices.tolist()):
         for expert in experts:
-            gate, up = linear(states[row : row + 1], widen[expert]).chunk(2, dim=-1)
-            parts.append(linear(silu(gate) * up, narrow[expert]))
+            gate, up = linear(states[row : row + 1], gate_up[expert]).chunk(2, dim=-1)
+            parts.append(linear(silu(gate) * up, down[expert]))
     return torch.cat(parts)
 
 
@@ -131,11 +131,11 @@ def test_experts_make_of_rows_what_they_do_one_by_one(
     dtype: torch.dtype, how: str, rows: int, experts: int, chosen: int, hidden: int, inner: int
 ) -> None:
     states = random(rows, hidden, dtype=dtype)
-    widen = random(experts, 2 * inner, hidden, dtype=dtype, seed=1) * hidden**-0.5
-    narrow = random(experts, hidden, inner, dtype=dtype, seed=2) * inner**-0.5
+    gate_up = random(experts, 2 * inner, hidden, dtype=dtype, seed=1) * hidden**-0.5
+    down = random(experts, hidden, inner, dtype=dtype, seed=2) * inner**-0.5
     choices = routed(rows, experts, chosen, how)
-    found = expert_kernels.experts(states, expert_kernels.line_up(choices, experts), widen, narrow)
-    close(found, plain_experts(states, choices, widen, narrow))
+    found = expert_kernels.experts(states, expert_kernels.sort_by_expert(choices, experts), gate_up, down)
+    close(found, plain_experts(states, choices, gate_up, down))
 
 
 @kinds
@@ -147,7 +147,7 @@ def test_a_product_is_the_same_by_any_tile(dtype: torch.dtype, gated: bool, tile
     if dtype == torch.float32 and tile.lines > 32 and not INTERPRETED:
         pytest.skip("fp32 uses small tiles")
     choices = routed(90, 4, 2, "as they come")
-    lines = expert_kernels.line_up(choices, 4)
+    lines = expert_kernels.sort_by_expert(choices, 4)
     states, weight = random(90, 80, dtype=dtype), random(4, 96, 80, dtype=dtype, seed=1) * 80**-0.5
     found = expert_kernels._multiply(states, lines, weight, shared=2, gated=gated, tile=tile)
     each = torch.cat([linear(states[pair // 2][None], weight[e]) for pair, e in enumerate(choices.flatten().tolist())])

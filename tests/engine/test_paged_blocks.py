@@ -34,7 +34,7 @@ def test_what_was_used_last_is_given_away_last_and_beginnings_outlive_what_follo
     first, second = pool.take(3), pool.take(3)
     for blocks, start in ((first, 0), (second, 100)):
         for block, key in zip(blocks, keys_of(tokens(*range(start, start + 12)), SIZE, 0), strict=True):
-            pool.name(block, key)
+            pool.register(block, key)
     pool.release(first)
     pool.release(second)
     pool.take(5)  # all that never had contents
@@ -74,7 +74,7 @@ class Pool(RuleBasedStateMachine):
             self.contents[block] = (self.version, *values[: (i + 1) * SIZE])
         blocks = shared + taken
         for block, key in zip(blocks, keys, strict=False):
-            self.pool.name(block, key)
+            self.pool.register(block, key)
         self.running.append((blocks, values, self.version))
 
     @precondition(lambda self: self.running)

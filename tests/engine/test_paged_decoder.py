@@ -110,5 +110,5 @@ def test_mixtures_have_kernels_on_a_gpu(name: str, dtype: torch.dtype) -> None:
 def passed(through: Decoder, model: PreTrainedModel) -> torch.Tensor:
     """Hidden states of a prompt of 20 tokens."""
     rows = _input_rows(1 + np.arange(20) * 7 % 119, 0, 20, DEVICE)
-    pages = PagedKVCache(ModelShape.of_model(model), 4, torch.float32, DEVICE)
-    return through.hidden(rows, torch.zeros(1, dtype=torch.int32, device=DEVICE), _span(pages, rows, 20, 20, DEVICE))
+    cache = PagedKVCache(ModelShape.of_model(model), 4, torch.float32, DEVICE)
+    return through.hidden(rows, torch.zeros(1, dtype=torch.int32, device=DEVICE), _span(cache, rows, 20, 20, DEVICE))

@@ -131,7 +131,7 @@ def test_it_draws_what_the_engine_of_slots_draws(
     seed: int, kv_tokens: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if seed == 2:  # prompts in passes of their own, and in several of them
-        for name, value in {"LONG": 20, "FEW": 3, "FILL_ROWS": 30}.items():
+        for name, value in {"LONG": 20, "FEW": 3, "PREFILL_ROWS": 30}.items():
             monkeypatch.setattr(engine, name, value)
     served = paged(device, 6, kv_tokens=kv_tokens)
     found = run(served, mixed_requests(seed, MIXED))
@@ -141,7 +141,7 @@ def test_it_draws_what_the_engine_of_slots_draws(
         np.testing.assert_allclose(found[id].logprobs, done.logprobs, atol=1e-4)
         assert found[id].versions.tolist() == [0] * len(done.ids)
     if kv_tokens:
-        assert served._given_up > 0, "the cache was too small for all of them at once"
+        assert served._preemptions > 0, "the cache was too small for all of them at once"
     assert served.stats().cached_tokens == 0
 
 
@@ -305,7 +305,7 @@ def test_the_cache_grows_under_running_requests(device: str, monkeypatch: pytest
     before = served._kv_manager.pool.count
     found = run(served, long)
     assert served._kv_manager.pool.count == 2 * (before - 1) + 1
-    assert served._given_up == 0
+    assert served._preemptions == 0
     expected = run(SlotEngine(model_on("cpu"), tokenizer(), max_running=8), [*short, *long])
     assert {id: done.ids.tolist() for id, done in found.items()} == {id: d.ids.tolist() for id, d in expected.items()}
 
@@ -337,7 +337,7 @@ def test_damaged_weights_are_noticed(device: str) -> None:
 
 
 @devices
-@pytest.mark.parametrize("failing", ["sample", "fill"])
+@pytest.mark.parametrize("failing", ["sample", "prefill"])
 def test_after_a_pass_that_failed_requests_begin_anew(failing: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it should have computed is not taken for computed, by those that were in it or by others."""
     monkeypatch.setattr(engine, "LONG", 24)
@@ -375,7 +375,7 @@ def test_after_a_pass_that_failed_requests_begin_anew(failing: str, device: str,
 def test_a_cache_that_cannot_grow_beside_itself_is_made_anew(
     prompt: int, new: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sizing.PagedSizing, "beside", lambda self, wanted, blocks: blocks)
+    monkeypatch.setattr(sizing.PagedSizing, "growable_blocks", lambda self, required, blocks: blocks)
     served = paged(max_running=1)
     run(served, [request("short", ids(1, 2, 3), 5)])
     long = request("long", random_ids(np.random.default_rng(0), prompt), new)

@@ -13,10 +13,10 @@ from torch.nn.functional import rms_norm, silu
 from roll.engine.attention_params import AttentionParams
 from roll.engine.paged.kv_cache import BLOCK, _attend, _positions
 from roll.engine.paged.step_inputs import (
-    DRAWS,
+    CACHE_POSITION,
     HEADER,
-    PLACE,
     POSITION,
+    SAMPLES,
     SEED_HIGH,
     SEED_LOW,
     SLOT,
@@ -53,16 +53,16 @@ def rows_at(positions: list[int], seed: int = 0) -> tuple[StepInputs, int]:
     rng = np.random.default_rng(seed)
     lines = max(positions) // BLOCK + 1
     count = len(positions)
-    sheet = np.zeros((HEADER + lines, count), np.int32)
-    sheet[HEADER:] = rng.permutation(lines * count).reshape(lines, count) + 1
-    sheet[SLOT] = np.arange(count)
-    sheet[POSITION] = positions
-    sheet[TOKEN] = rng.integers(0, 50, count)
-    sheet[PLACE] = sheet[HEADER + sheet[POSITION] // BLOCK, np.arange(count)] * BLOCK + sheet[POSITION] % BLOCK
-    sheet[DRAWS] = 1
-    sheet[SEED_LOW], sheet[SEED_HIGH] = rng.integers(-(2**31), 2**31, (2, count))
-    sheet[TEMPERATURE] = np.ones(count, np.float32).view(np.int32)
-    return StepInputs(torch.from_numpy(sheet).to(DEVICE)), lines * count + 1
+    table = np.zeros((HEADER + lines, count), np.int32)
+    table[HEADER:] = rng.permutation(lines * count).reshape(lines, count) + 1
+    table[SLOT] = np.arange(count)
+    table[POSITION] = positions
+    table[TOKEN] = rng.integers(0, 50, count)
+    table[CACHE_POSITION] = table[HEADER + table[POSITION] // BLOCK, np.arange(count)] * BLOCK + table[POSITION] % BLOCK
+    table[SAMPLES] = 1
+    table[SEED_LOW], table[SEED_HIGH] = rng.integers(-(2**31), 2**31, (2, count))
+    table[TEMPERATURE] = np.ones(count, np.float32).view(np.int32)
+    return StepInputs(torch.from_numpy(table).to(DEVICE)), lines * count + 1
 
 
 @kinds
@@ -117,11 +117,11 @@ def test_queries_and_keys_are_rotated_and_keys_and_values_kept(
         turned = torch.cat([-part[..., dim // 2 :], part[..., : dim // 2]], dim=-1)
         return part * cosine + turned * sine
 
-    layer_kernels.rotate_and_keep(mixed, norms, 1e-6, cosines, sines, rows, keys, values, heads)
+    layer_kernels.rotate_and_store(mixed, norms, 1e-6, cosines, sines, rows, keys, values, heads)
     close(mixed.view(3, -1, dim)[:, :heads], rotated(query))
-    places = rows.places.long()
-    close(keys[places // BLOCK, :, places % BLOCK], rotated(key))
-    assert torch.equal(values[places // BLOCK, :, places % BLOCK], value)
+    cache_positions = rows.cache_positions.long()
+    close(keys[cache_positions // BLOCK, :, cache_positions % BLOCK], rotated(key))
+    assert torch.equal(values[cache_positions // BLOCK, :, cache_positions % BLOCK], value)
     assert int((values != 0).any(dim=-1).sum()) == 3 * kv_heads, "nothing else was written"
 
 
@@ -130,10 +130,10 @@ def test_keys_and_values_are_kept(dtype: torch.dtype) -> None:
     rows, blocks = rows_at([3, 16])
     key, value = random(2, 3, 24, dtype=dtype), random(2, 3, 24, dtype=dtype, seed=1)
     keys, values = torch.zeros(2, blocks, 3, BLOCK, 24, dtype=dtype, device=DEVICE)
-    layer_kernels.keep(key, value, rows, keys, values)
-    places = rows.places.long()
-    assert torch.equal(keys[places // BLOCK, :, places % BLOCK], key)
-    assert torch.equal(values[places // BLOCK, :, places % BLOCK], value)
+    layer_kernels.store_kv(key, value, rows, keys, values)
+    cache_positions = rows.cache_positions.long()
+    assert torch.equal(keys[cache_positions // BLOCK, :, cache_positions % BLOCK], key)
+    assert torch.equal(values[cache_positions // BLOCK, :, cache_positions % BLOCK], value)
 
 
 @kinds
@@ -152,8 +152,8 @@ def test_attention_reads_all_positions_and_no_others(
     how = {"heads": heads, "window": window, "cap": cap}
     attention_kernels.attend(found, query, rows, keys, values, reading.scale, splits=splits, **how)
     for row, position in enumerate(positions):
-        own = rows.table[: position // BLOCK + 1, row].long()
-        key, value = (_positions(pages[own])[: position + 1] for pages in (keys, values))
+        own = rows.block_table[: position // BLOCK + 1, row].long()
+        key, value = (_positions(cache[own])[: position + 1] for cache in (keys, values))
         expected = _attend(query[row : row + 1, : heads * dim].view(1, heads, dim), key, value, reading)
         close(found[row], expected.reshape(-1))
 
@@ -168,15 +168,15 @@ def test_tiles_of_rows_read_what_each_row_would(
     parts = [(0, 1), (15, tile), (60, tile + 3), (130, 2 * tile - 1)]  # from where on, how many
     beginnings = [start + offset for start, count in parts for offset in range(0, count, tile)]
     tiles, blocks = rows_at([place + tile - 1 for place in beginnings])
-    sheet = tiles.data.repeat_interleave(tile, dim=1)
+    table = tiles.data.repeat_interleave(tile, dim=1)
     counts = [min(tile, count - offset) for _, count in parts for offset in range(0, count, tile)]
     for number, (place, count) in enumerate(zip(beginnings, counts, strict=True)):
         here = slice(number * tile, (number + 1) * tile)
-        sheet[POSITION, here] = 0
-        sheet[POSITION, here][:count] = torch.arange(place, place + count, dtype=torch.int32)
-        sheet[HEADER:, here][:, count:] = 0  # nobody's
-    rows = StepInputs(torch.cat([sheet[:, :3], sheet], dim=1)).part(
-        3, 3 + sheet.shape[1]
+        table[POSITION, here] = 0
+        table[POSITION, here][:count] = torch.arange(place, place + count, dtype=torch.int32)
+        table[HEADER:, here][:, count:] = 0  # nobody's
+    rows = StepInputs(torch.cat([table[:, :3], table], dim=1)).part(
+        3, 3 + table.shape[1]
     )  # after some that are not in tiles
     keys, values = (random(blocks, kv_heads, BLOCK, dim, dtype=dtype, seed=seed) for seed in (1, 2))
     query = random(rows.count, (heads + 2) * dim, dtype=dtype, seed=3)
@@ -184,8 +184,8 @@ def test_tiles_of_rows_read_what_each_row_would(
     attention_kernels.attend_tiles(found, query, rows, keys, values, reading.scale, heads=heads, window=window, cap=cap)
     assert torch.isfinite(found).all()
     for number, (place, count) in enumerate(zip(beginnings, counts, strict=True)):
-        own = rows.table[:, number * tile].long()[: (place + count - 1) // BLOCK + 1]
-        key, value = (_positions(pages[own])[: place + count] for pages in (keys, values))
+        own = rows.block_table[:, number * tile].long()[: (place + count - 1) // BLOCK + 1]
+        key, value = (_positions(cache[own])[: place + count] for cache in (keys, values))
         mine = slice(number * tile, number * tile + count)
         expected = _attend(query[mine, : heads * dim].view(count, heads, dim), key, value, reading)
         close(found[mine], expected.reshape(count, -1))
@@ -206,7 +206,7 @@ def test_draws_are_those_of_the_plain_sampler(dtype: torch.dtype, vocab: int, ca
     rows, _ = rows_at(list(range(count + 8)))  # the last of them are of prompts, and have no logits
     temperatures = np.tile(np.array([0.0, 0.5, 1.0, 2.0], np.float32), count // 4)
     rows.data[TEMPERATURE, :count] = torch.from_numpy(temperatures.view(np.int32)).to(DEVICE)
-    rows.draws[3] = 0
+    rows.samples[3] = 0
     logits = random(count, vocab, dtype=dtype) * 3
     last = torch.full((count,), 7, dtype=torch.int32, device=DEVICE)
     out = torch.empty(2, count, dtype=torch.int32, device=DEVICE)

@@ -118,7 +118,7 @@ def test_routes_are_those_of_a_plain_pass(kind: str, name: str) -> None:
     types = {done.routes.dtype for done in finished.values() if done.routes is not None}
     assert types == {np.dtype(np.uint16 if name == MANY else np.uint8)}
     layers = {"qwen3_moe": 3, "mixtral": 3}.get(name, 2)
-    assert shape.bytes_a_token == layers * CHOSEN * (2 if name == MANY else 1)
+    assert shape.bytes_per_token == layers * CHOSEN * (2 if name == MANY else 1)
 
 
 @kinds
@@ -213,7 +213,7 @@ def test_a_sequence_that_gave_its_blocks_up_keeps_the_routes_it_drew_with(monkey
     assert isinstance(tight, PagedEngine)
     seen: set[tuple[str, int]] = set()
     turned_rows: list[tuple[str, int]] = []
-    keep = PagedPlan.keep_routes
+    keep = PagedPlan.store_routes
 
     def turned(plan: PagedPlan, routes: torch.Tensor) -> None:
         owners = [tight._sequence(slot).request.id for slot in plan.rows.slots.tolist()]
@@ -223,9 +223,9 @@ def test_a_sequence_that_gave_its_blocks_up_keeps_the_routes_it_drew_with(monkey
         turned_rows.extend(spot for spot, is_again in zip(spots, again.tolist(), strict=True) if is_again)
         keep(plan, torch.where(again[:, None], EXPERTS - 1, routes))
 
-    monkeypatch.setattr(PagedPlan, "keep_routes", turned)
+    monkeypatch.setattr(PagedPlan, "store_routes", turned)
     found = run(tight, requests)
-    assert tight._given_up > 0
+    assert tight._preemptions > 0
     assert len(turned_rows) > 0
     for each in requests:
         ours, expected = found[each.id], plain[each.id]
@@ -247,7 +247,7 @@ def test_rows_beyond_what_a_decoder_records_are_told_as_unknown() -> None:
             self.routes = short
             return hidden
 
-    engine._kv_manager._made_decoder = Short(served("qwen3_moe"), record_routes=True)
+    engine._kv_manager._cached_decoder = Short(served("qwen3_moe"), record_routes=True)
     routes = run(engine, [ask("a", prompt, 4)])["a"].routes
     assert routes is not None
     assert {tuple(row) for row in routes[:29].tolist()} == {(255,) * 9}, "more rows in a pass than the buffer has"

@@ -22,7 +22,7 @@ def _attend(
     keys,
     values,
     positions,
-    table,
+    block_table,
     out,
     highest,
     total,
@@ -62,41 +62,41 @@ def _attend(
     end = tl.minimum(start + share, length)
 
     members = tl.arange(0, GROUP_PAD)
-    spots = tl.arange(0, PAD)
-    mine = (members < group)[:, None] & (spots < DIM)[None, :]
-    where = row.to(tl.int64) * query_stride + (head * group + members)[:, None] * DIM + spots[None, :]
-    asked = tl.load(query + where, mask=mine, other=0.0)
-    most = tl.full((GROUP_PAD,), -1e30, tl.float32)
-    mass = tl.zeros((GROUP_PAD,), tl.float32)
+    offs = tl.arange(0, PAD)
+    stored = (members < group)[:, None] & (offs < DIM)[None, :]
+    where = row.to(tl.int64) * query_stride + (head * group + members)[:, None] * DIM + offs[None, :]
+    queries = tl.load(query + where, mask=stored, other=0.0)
+    running_max = tl.full((GROUP_PAD,), -1e30, tl.float32)
+    running_sum = tl.zeros((GROUP_PAD,), tl.float32)
     result = tl.zeros((GROUP_PAD, PAD), tl.float32)
     for tile in range(start, end, TILE):
         at = tile + tl.arange(0, TILE)
         seen = at < end
-        block = tl.load(table + (at // BLOCK) * columns + row, mask=seen, other=0).to(tl.int64)
+        block = tl.load(block_table + (at // BLOCK) * columns + row, mask=seen, other=0).to(tl.int64)
         base = (block * KV_HEADS + head) * (BLOCK * DIM) + (at % BLOCK) * DIM
         if WINDOWED:
             seen = seen & (at >= first)
-        key = tl.load(keys + base[None, :] + spots[:, None], mask=seen[None, :] & (spots < DIM)[:, None], other=0.0)
-        scores = tl.dot(asked, key, input_precision=PRECISION) * scale
+        key = tl.load(keys + base[None, :] + offs[:, None], mask=seen[None, :] & (offs < DIM)[:, None], other=0.0)
+        scores = tl.dot(queries, key, input_precision=PRECISION) * scale
         if CAPPED:
             scores = cap * (2 / (1 + tl.exp(-2 * scores / cap)) - 1)
         scores = tl.where(seen[None, :], scores, -1e30)
-        higher = tl.maximum(most, tl.max(scores, 1))
+        higher = tl.maximum(running_max, tl.max(scores, 1))
         weights = tl.where(seen[None, :], tl.exp(scores - higher[:, None]), 0.0)
-        shrink = tl.exp(most - higher)
-        mass = mass * shrink + tl.sum(weights, 1)
-        value = tl.load(values + base[:, None] + spots[None, :], mask=seen[:, None] & (spots < DIM)[None, :], other=0.0)
+        shrink = tl.exp(running_max - higher)
+        running_sum = running_sum * shrink + tl.sum(weights, 1)
+        value = tl.load(values + base[:, None] + offs[None, :], mask=seen[:, None] & (offs < DIM)[None, :], other=0.0)
         result = result * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
-        most = higher
+        running_max = higher
     if SPLITS == 1:
-        done = result / mass[:, None]
-        target = (row.to(tl.int64) * HEADS + head * group + members)[:, None] * DIM + spots[None, :]
-        tl.store(out + target, done.to(out.dtype.element_ty), mask=mine)
+        done = result / running_sum[:, None]
+        target = (row.to(tl.int64) * HEADS + head * group + members)[:, None] * DIM + offs[None, :]
+        tl.store(out + target, done.to(out.dtype.element_ty), mask=stored)
     else:
         part = ((row.to(tl.int64) * HEADS + head * group + members) * SPLITS) + split
-        tl.store(out + part[:, None] * DIM + spots[None, :], result, mask=mine)
-        tl.store(highest + part, most, mask=members < group)
-        tl.store(total + part, mass, mask=members < group)
+        tl.store(out + part[:, None] * DIM + offs[None, :], result, mask=stored)
+        tl.store(highest + part, running_max, mask=members < group)
+        tl.store(total + part, running_sum, mask=members < group)
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def _attend_tile(
     keys,
     values,
     positions,
-    table,
+    block_table,
     out,
     scale,
     window,
@@ -138,51 +138,51 @@ def _attend_tile(
     if WINDOWED:
         begin = tl.maximum(0, tl.min(tl.where(real, lengths, end), 0) - window) // TILE * TILE
 
-    spots = tl.arange(0, PAD)
-    mine = real[:, None] & (spots < DIM)[None, :]
-    members = (head * group + lines % group)[:, None] * DIM + spots[None, :]
-    asked = tl.load(query + rows.to(tl.int64)[:, None] * query_stride + members, mask=mine, other=0.0)
-    most = tl.full((LINES,), -1e30, tl.float32)
-    mass = tl.zeros((LINES,), tl.float32)
+    offs = tl.arange(0, PAD)
+    stored = real[:, None] & (offs < DIM)[None, :]
+    members = (head * group + lines % group)[:, None] * DIM + offs[None, :]
+    queries = tl.load(query + rows.to(tl.int64)[:, None] * query_stride + members, mask=stored, other=0.0)
+    running_max = tl.full((LINES,), -1e30, tl.float32)
+    running_sum = tl.zeros((LINES,), tl.float32)
     result = tl.zeros((LINES, PAD), tl.float32)
     for start in range(begin, end, TILE):
         at = start + tl.arange(0, TILE)
         there = at < end
-        block = tl.load(table + (at // BLOCK) * columns + tile * ROWS, mask=there, other=0).to(tl.int64)
+        block = tl.load(block_table + (at // BLOCK) * columns + tile * ROWS, mask=there, other=0).to(tl.int64)
         base = (block * KV_HEADS + head) * (BLOCK * DIM) + (at % BLOCK) * DIM
         seen = at[None, :] < lengths[:, None]
         if WINDOWED:
             seen = seen & (at[None, :] >= lengths[:, None] - window)
-        key = tl.load(keys + base[None, :] + spots[:, None], mask=there[None, :] & (spots < DIM)[:, None], other=0.0)
-        scores = tl.dot(asked, key, input_precision=PRECISION) * scale
+        key = tl.load(keys + base[None, :] + offs[:, None], mask=there[None, :] & (offs < DIM)[:, None], other=0.0)
+        scores = tl.dot(queries, key, input_precision=PRECISION) * scale
         if CAPPED:
             scores = cap * (2 / (1 + tl.exp(-2 * scores / cap)) - 1)
         scores = tl.where(seen, scores, -1e30)
-        higher = tl.maximum(most, tl.max(scores, 1))
+        higher = tl.maximum(running_max, tl.max(scores, 1))
         weights = tl.where(seen, tl.exp(scores - higher[:, None]), 0.0)
-        shrink = tl.exp(most - higher)
-        mass = mass * shrink + tl.sum(weights, 1)
-        value = tl.load(values + base[:, None] + spots[None, :], mask=there[:, None] & (spots < DIM)[None, :], other=0.0)
+        shrink = tl.exp(running_max - higher)
+        running_sum = running_sum * shrink + tl.sum(weights, 1)
+        value = tl.load(values + base[:, None] + offs[None, :], mask=there[:, None] & (offs < DIM)[None, :], other=0.0)
         result = result * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
-        most = higher
-    done = result / tl.maximum(mass, 1e-30)[:, None]
-    tl.store(out + rows.to(tl.int64)[:, None] * (HEADS * DIM) + members, done.to(out.dtype.element_ty), mask=mine)
+        running_max = higher
+    done = result / tl.maximum(running_sum, 1e-30)[:, None]
+    tl.store(out + rows.to(tl.int64)[:, None] * (HEADS * DIM) + members, done.to(out.dtype.element_ty), mask=stored)
 
 
 @triton.jit
-def _join(parts, highest, total, out, DIM: tl.constexpr, PAD: tl.constexpr, SPLITS: tl.constexpr):
+def _join(parts, maxima, total, out, DIM: tl.constexpr, PAD: tl.constexpr, SPLITS: tl.constexpr):
     """One program per row and head: combines the splits of `_attend`."""
     row = tl.program_id(0).to(tl.int64)
-    spots = tl.arange(0, PAD)
-    inside = spots < DIM
+    offs = tl.arange(0, PAD)
+    inside = offs < DIM
     splits = tl.arange(0, SPLITS)
-    tops = tl.load(highest + row * SPLITS + splits)
+    tops = tl.load(maxima + row * SPLITS + splits)
     rates = tl.exp(tops - tl.max(tops, 0))
-    mass = tl.sum(rates * tl.load(total + row * SPLITS + splits), 0)
-    where = (row * SPLITS + splits)[:, None] * DIM + spots[None, :]
+    running_sum = tl.sum(rates * tl.load(total + row * SPLITS + splits), 0)
+    where = (row * SPLITS + splits)[:, None] * DIM + offs[None, :]
     values = tl.load(parts + where, mask=inside[None, :], other=0.0)
-    joined = tl.sum(values * rates[:, None], 0) / mass
-    tl.store(out + row * DIM + spots, joined.to(out.dtype.element_ty), mask=inside)
+    joined = tl.sum(values * rates[:, None], 0) / running_sum
+    tl.store(out + row * DIM + offs, joined.to(out.dtype.element_ty), mask=inside)
 
 
 def attend(
@@ -211,7 +211,7 @@ def attend(
         keys,
         values,
         rows.positions,
-        rows.table,
+        rows.block_table,
         parts,
         highest,
         total,
@@ -256,7 +256,7 @@ def attend_tiles(
         keys,
         values,
         rows.positions,
-        rows.table,
+        rows.block_table,
         out,
         scale,
         window or 0,

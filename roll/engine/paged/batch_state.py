@@ -14,21 +14,21 @@ from roll.data.tokenlog import IntArray
 from roll.engine.paged.blocks import Key
 from roll.engine.paged.kv_cache import BLOCK
 from roll.engine.paged.step_inputs import (
-    DRAWS,
+    CACHE_POSITION,
     HEADER,
-    PLACE,
     POSITION,
+    SAMPLES,
     SEED_HIGH,
     SEED_LOW,
     SLOT,
     TEMPERATURE,
     TOKEN,
-    Sheet,
+    InputTable,
 )
 from roll.engine.request import Completion, Finish, Progress, Request
 
 _NO_STOP = -1
-_NOBODY = -1
+_NO_SEQUENCE = -1
 _Number = TypeVar("_Number", bound=np.generic)
 
 
@@ -58,16 +58,16 @@ class PagedSequence:
     """Routes read before its blocks were last released, from the request's `routes_from` on."""
 
     @property
-    def left_to_fill(self) -> int:
+    def remaining_prefill(self) -> int:
         return len(self.known) - 1 - self.filled
 
-    def draws_under(self, version: int, drawn: int) -> None:
-        """Sampled tokens from index `drawn` on have this version."""
+    def start_version(self, version: int, sampled: int) -> None:
+        """Sampled tokens from index `sampled` on have this version."""
         if not self.versions or self.versions[-1][1] != version:
-            self.versions.append((drawn, version))
+            self.versions.append((sampled, version))
 
-    def versions_of(self, drawn: int) -> IntArray:
-        versions = np.empty(drawn, np.int32)
+    def versions_of(self, sampled: int) -> IntArray:
+        versions = np.empty(sampled, np.int32)
         for start, version in self.versions:
             versions[start:] = version
         return versions
@@ -96,26 +96,26 @@ class BatchState:
         self.count = count
         self.sequences: list[PagedSequence | None] = [None] * count
         self._free = list(reversed(range(count)))
-        self._reigns = 0
-        self.slot_epoch = np.full(count, _NOBODY, np.int64)
-        self.draws = np.zeros(count, bool)
+        self._epochs = 0
+        self.slot_epoch = np.full(count, _NO_SEQUENCE, np.int64)
+        self.is_sampling = np.zeros(count, bool)
         """Whether the prompt is in the cache, so that the slot samples one token per step."""
         self.prompt = np.zeros(count, np.int64)
         self.launched = np.zeros(count, np.int64)
         """Sampled tokens, including those of steps in flight."""
-        self.drawn = np.zeros(count, np.int64)
+        self.sampled = np.zeros(count, np.int64)
         """Sampled tokens that the host has read."""
         self.limit = np.zeros(count, np.int64)
         self.given = np.full(count, _NO_STOP, np.int64)
-        """The input token of the next row if it is not the last sampled one; `LAST_DRAWN` if it is."""
+        """The input token of the next row if it is not the last sampled one; `LAST_SAMPLED` if it is."""
         self.seeds = np.zeros(count, np.uint64)
         self.temperatures = np.zeros(count, np.float32)
         self.truncates = np.zeros(count, bool)
         self.has_strings = np.zeros(count, bool)
         self.stops = np.full((count, 1), _NO_STOP, np.int64)
-        self.held = np.zeros(count, np.int64)
+        self.block_counts = np.zeros(count, np.int64)
         """Number of blocks."""
-        self.table = np.zeros((4, count), np.int32)
+        self.block_table = np.zeros((4, count), np.int32)
         """[blocks, slots]"""
         self.tokens = np.zeros((count, 64), np.int32)
         self.log_probs = np.zeros((count, 64), np.float32)
@@ -133,12 +133,12 @@ class BatchState:
         slot = sequence.slot = self._free.pop()
         sampling = sequence.request.sampling
         self.sequences[slot] = sequence
-        drawn = len(sequence.tokens)
-        self._reigns += 1
-        self.slot_epoch[slot] = self._reigns
-        self.draws[slot] = False
+        sampled = len(sequence.tokens)
+        self._epochs += 1
+        self.slot_epoch[slot] = self._epochs
+        self.is_sampling[slot] = False
         self.prompt[slot] = len(sequence.request.ids)
-        self.launched[slot] = self.drawn[slot] = drawn
+        self.launched[slot] = self.sampled[slot] = sampled
         self.limit[slot] = sampling.max_new_tokens
         self.given[slot] = sequence.known[-1]
         self.seeds[slot] = sampling.seed & 0xFFFFFFFFFFFFFFFF
@@ -149,47 +149,47 @@ class BatchState:
             self.stops = _wider(self.stops, len(sampling.stop_ids), _NO_STOP)
         self.stops[slot] = _NO_STOP
         self.stops[slot, : len(sampling.stop_ids)] = sampling.stop_ids
-        self._make_room(drawn)
-        self.tokens[slot, :drawn] = sequence.tokens
-        self.log_probs[slot, :drawn] = sequence.log_probs
-        self.held[slot] = 0
+        self._reserve_tokens(sampled)
+        self.tokens[slot, :sampled] = sequence.tokens
+        self.log_probs[slot, :sampled] = sequence.log_probs
+        self.block_counts[slot] = 0
         blocks, sequence.blocks = sequence.blocks, []
         self.add_blocks(sequence, blocks)
 
     def add_blocks(self, sequence: PagedSequence, blocks: list[int]) -> None:
         """Appends blocks to the sequence's block table."""
         sequence.blocks.extend(blocks)
-        start, end = int(self.held[sequence.slot]), len(sequence.blocks)
-        if end > len(self.table):
-            self.table = _longer(self.table, end)
-        self.table[start:end, sequence.slot] = blocks
-        self.held[sequence.slot] = end
+        start, end = int(self.block_counts[sequence.slot]), len(sequence.blocks)
+        if end > len(self.block_table):
+            self.block_table = _longer(self.block_table, end)
+        self.block_table[start:end, sequence.slot] = blocks
+        self.block_counts[sequence.slot] = end
 
     def remove(self, sequence: PagedSequence) -> None:
         """Frees the slot. The sequence keeps its sampled tokens."""
         slot = sequence.slot
-        self.bring_up(sequence)
+        self.copy_tokens(sequence)
         self.sequences[slot] = None
-        self.slot_epoch[slot] = _NOBODY
-        self.draws[slot] = False
-        self.held[slot] = 0
+        self.slot_epoch[slot] = _NO_SEQUENCE
+        self.is_sampling[slot] = False
+        self.block_counts[slot] = 0
         self._free.append(slot)
         sequence.slot = -1
 
-    def bring_up(self, sequence: PagedSequence) -> None:
+    def copy_tokens(self, sequence: PagedSequence) -> None:
         """Copies the tokens sampled so far into the sequence."""
-        drawn = int(self.drawn[sequence.slot])
-        sequence.tokens = self.tokens[sequence.slot, :drawn].copy()
-        sequence.log_probs = self.log_probs[sequence.slot, :drawn].copy()
+        sampled = int(self.sampled[sequence.slot])
+        sequence.tokens = self.tokens[sequence.slot, :sampled].copy()
+        sequence.log_probs = self.log_probs[sequence.slot, :sampled].copy()
 
     def record(self, slots: NDArray[np.int64], tokens: IntArray, log_probs: NDArray[np.float32]) -> NDArray[np.bool_]:
         """Appends one token to each of these slots. Returns which of them have ended, by a stop token or by their
         length."""
-        at = self.drawn[slots]
-        self._make_room(int(at.max()) + 1)
+        at = self.sampled[slots]
+        self._reserve_tokens(int(at.max()) + 1)
         self.tokens[slots, at] = tokens
         self.log_probs[slots, at] = log_probs
-        self.drawn[slots] = at + 1
+        self.sampled[slots] = at + 1
         ended: NDArray[np.bool_] = at + 1 >= self.limit[slots]
         for stops in self.stops.T:
             ended |= stops[slots] == tokens
@@ -197,47 +197,49 @@ class BatchState:
 
     def finish_of(self, slot: int) -> Finish:
         """Why a slot has ended, given that `record` reported it as ended."""
-        return "stop" if (self.stops[slot] == self.tokens[slot, self.drawn[slot] - 1]).any() else "length"
+        return "stop" if (self.stops[slot] == self.tokens[slot, self.sampled[slot] - 1]).any() else "length"
 
-    def places(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def cache_positions(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The cache positions (block · BLOCK + offset) of these positions of the slots' sequences."""
-        places: NDArray[np.int64] = self.table[positions // BLOCK, slots].astype(np.int64) * BLOCK + positions % BLOCK
-        return places
+        found: NDArray[np.int64] = (
+            self.block_table[positions // BLOCK, slots].astype(np.int64) * BLOCK + positions % BLOCK
+        )
+        return found
 
-    def _make_room(self, drawn: int) -> None:
-        if drawn > self.tokens.shape[1]:
-            self.tokens = _wider(self.tokens, 2 * drawn, 0)
-            self.log_probs = _wider(self.log_probs, 2 * drawn, 0)
+    def _reserve_tokens(self, sampled: int) -> None:
+        if sampled > self.tokens.shape[1]:
+            self.tokens = _wider(self.tokens, 2 * sampled, 0)
+            self.log_probs = _wider(self.log_probs, 2 * sampled, 0)
 
 
-def prefill_inputs(slots: BatchState, sequence: PagedSequence, count: int, lines: int) -> Sheet:
+def prefill_inputs(slots: BatchState, sequence: PagedSequence, count: int, lines: int) -> InputTable:
     """The inputs of the next `count` prompt rows of a sequence, with `lines` lines of its block table."""
     positions = np.arange(sequence.filled, sequence.filled + count)
-    own = np.full(count, sequence.slot)
-    sheet = np.zeros((HEADER + lines, count), np.int32)
-    sheet[SLOT] = own
-    sheet[POSITION] = positions
-    sheet[TOKEN] = sequence.known[positions]
-    sheet[PLACE] = slots.places(own, positions)
-    sheet[HEADER:] = slots.table[:lines, [sequence.slot]]
-    return sheet
+    slot_column = np.full(count, sequence.slot)
+    table = np.zeros((HEADER + lines, count), np.int32)
+    table[SLOT] = slot_column
+    table[POSITION] = positions
+    table[TOKEN] = sequence.known[positions]
+    table[CACHE_POSITION] = slots.cache_positions(slot_column, positions)
+    table[HEADER:] = slots.block_table[:lines, [sequence.slot]]
+    return table
 
 
-def decode_inputs(slots: BatchState, drawing: NDArray[np.int64], lines: int) -> Sheet:
+def decode_inputs(slots: BatchState, active: NDArray[np.int64], lines: int) -> InputTable:
     """The inputs of the next row of each of these slots, which all sample a token."""
-    positions = slots.positions[drawing]
-    sheet = np.zeros((HEADER + lines, len(drawing)), np.int32)
-    sheet[SLOT] = drawing
-    sheet[POSITION] = positions
-    sheet[TOKEN] = slots.given[drawing]
-    sheet[PLACE] = slots.places(drawing, positions)
-    sheet[DRAWS] = 1
-    seeds = slots.seeds[drawing]
-    sheet[SEED_LOW] = (seeds & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32)
-    sheet[SEED_HIGH] = (seeds >> np.uint64(32)).astype(np.uint32).view(np.int32)
-    sheet[TEMPERATURE] = slots.temperatures[drawing].view(np.int32)
-    sheet[HEADER:] = slots.table[:lines, drawing]
-    return sheet
+    positions = slots.positions[active]
+    table = np.zeros((HEADER + lines, len(active)), np.int32)
+    table[SLOT] = active
+    table[POSITION] = positions
+    table[TOKEN] = slots.given[active]
+    table[CACHE_POSITION] = slots.cache_positions(active, positions)
+    table[SAMPLES] = 1
+    seeds = slots.seeds[active]
+    table[SEED_LOW] = (seeds & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32)
+    table[SEED_HIGH] = (seeds >> np.uint64(32)).astype(np.uint32).view(np.int32)
+    table[TEMPERATURE] = slots.temperatures[active].view(np.int32)
+    table[HEADER:] = slots.block_table[:lines, active]
+    return table
 
 
 def _wider(array: NDArray[_Number], columns: int, filler: int) -> NDArray[_Number]:
@@ -246,7 +248,7 @@ def _wider(array: NDArray[_Number], columns: int, filler: int) -> NDArray[_Numbe
     return wide
 
 
-def _longer(table: NDArray[np.int32], lines: int) -> NDArray[np.int32]:
-    longer = np.zeros((2 * lines, table.shape[1]), np.int32)
-    longer[: len(table)] = table
+def _longer(block_table: NDArray[np.int32], lines: int) -> NDArray[np.int32]:
+    longer = np.zeros((2 * lines, block_table.shape[1]), np.int32)
+    longer[: len(block_table)] = block_table
     return longer

@@ -45,9 +45,9 @@ class BlockPool:
         self._users = [0] * count
         self._key_of: list[Key | None] = [None] * count
         self._block_of: dict[Key, int] = {}
-        self._blank: deque[int] = deque(range(1, count))
+        self._empty: deque[int] = deque(range(1, count))
         """Spare blocks without a key."""
-        self._kept: OrderedDict[int, None] = OrderedDict()
+        self._cached: OrderedDict[int, None] = OrderedDict()
         """Spare blocks with a key, least recently used first."""
 
     @property
@@ -60,12 +60,12 @@ class BlockPool:
         more = range(self.count, count)
         self._users += [0] * len(more)
         self._key_of += [None] * len(more)
-        self._blank.extend(more)
+        self._empty.extend(more)
         self.count = count
 
     @property
     def spare(self) -> int:
-        return len(self._blank) + len(self._kept)
+        return len(self._empty) + len(self._cached)
 
     @property
     def used(self) -> int:
@@ -84,7 +84,7 @@ class BlockPool:
     def use(self, blocks: Sequence[int]) -> None:
         """Adds one user to each of these blocks."""
         for block in blocks:
-            self._kept.pop(block, None)
+            self._cached.pop(block, None)
             self._users[block] += 1
 
     def spare_among(self, blocks: Sequence[int]) -> int:
@@ -96,10 +96,10 @@ class BlockPool:
         assert count <= self.spare, "the caller looks first"
         taken: list[int] = []
         for _ in range(count):
-            if self._blank:
-                block = self._blank.popleft()
+            if self._empty:
+                block = self._empty.popleft()
             else:
-                block, _ = self._kept.popitem(last=False)
+                block, _ = self._cached.popitem(last=False)
                 self._evict(block)
             self._users[block] = 1
             taken.append(block)
@@ -113,11 +113,11 @@ class BlockPool:
             self._users[block] -= 1
             if self._users[block] == 0:
                 if self._key_of[block] is None:
-                    self._blank.append(block)
+                    self._empty.append(block)
                 else:
-                    self._kept[block] = None
+                    self._cached[block] = None
 
-    def name(self, block: int, key: Key) -> None:
+    def register(self, block: int, key: Key) -> None:
         """Registers the block's contents under the key. If another block has the key already, `find` continues to return
         that one."""
         assert self._users[block] > 0, "only a used block has contents to name"
@@ -129,8 +129,8 @@ class BlockPool:
         """Drops all keys after a weight update: no block can be shared any more."""
         self._block_of.clear()
         self._key_of = [None] * self.count
-        self._blank.extend(self._kept)
-        self._kept.clear()
+        self._empty.extend(self._cached)
+        self._cached.clear()
 
     def _evict(self, block: int) -> None:
         key = self._key_of[block]

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from roll.engine.attention_params import AttentionParams, reading_of
+from roll.engine.attention_params import AttentionParams, attention_params_of
 from roll.engine.paged.kv_cache import BLOCK, DecodeMetadata, PagedKVCache, PagedPlan, PrefillMetadata
-from roll.engine.paged.step_inputs import HEADER, PLACE, POSITION, TOKEN, Sheet, StepInputs
+from roll.engine.paged.step_inputs import CACHE_POSITION, HEADER, POSITION, TOKEN, InputTable, StepInputs
 from roll.engine.routes import RouteRecorder
 from roll.model.attention import forward_rows
 from roll.model.experts import experts_of, with_experts
-from roll.model.fuse_params import adjoin
+from roll.model.fuse_params import fuse_parameters
 from roll.model.shape import ModelShape
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
@@ -93,9 +93,9 @@ def _capturable(model: PreTrainedModel) -> PreTrainedModel:
 class _Dense:
     """A gated MLP."""
 
-    widen: Tensor
+    gate_up: Tensor
     """The matrices of gate and up."""
-    narrow: Tensor
+    down: Tensor
 
 
 @dataclass(frozen=True)
@@ -110,27 +110,27 @@ class _Mixture:
     """Whether the weights of the chosen experts sum to one."""
     weights: torch.dtype
     """Precision of the chosen experts' weights."""
-    widen: Tensor
+    gate_up: Tensor
     """[experts, 2 · inner, hidden]"""
-    narrow: Tensor
+    down: Tensor
     """[experts, hidden, inner]"""
 
 
 @dataclass(frozen=True)
 class _Layer:
-    before: Tensor
+    input_norm: Tensor
     """Weight of the norm before attention."""
-    mix: Tensor
+    qkv: Tensor
     """The matrices of queries, keys and values, concatenated."""
-    mix_bias: Tensor | None
+    qkv_bias: Tensor | None
     norms: tuple[Tensor, Tensor] | None
     """Weights of the per-head norms of queries and keys."""
     output: Tensor
     output_bias: Tensor | None
-    after: Tensor
+    post_norm: Tensor
     """Weight of the norm before the MLP."""
     inner: _Dense | _Mixture
-    reading: AttentionParams
+    attention: AttentionParams
 
 
 class FusedDecoder:
@@ -171,29 +171,31 @@ class FusedDecoder:
 
         _, stream = kernels.embed(rows, last, self._embeddings)
         counts = self._counts()
-        change: Tensor | None = None
+        delta: Tensor | None = None
         shares: Tensor | None = None
         for number, layer in enumerate(self._layers):
-            keys, values = plan.pages.keys[number], plan.pages.values[number]
-            normed = kernels.add_norm(stream, change, layer.before, self._eps, shares)
-            mixed = linear(normed, layer.mix, layer.mix_bias)
-            kernels.rotate_and_keep(
-                mixed, layer.norms, self._eps, self._cosines, self._sines, rows, keys, values, self._heads
+            keys, values = plan.cache.keys[number], plan.cache.values[number]
+            normed = kernels.add_norm(stream, delta, layer.input_norm, self._eps, shares)
+            qkv = linear(normed, layer.qkv, layer.qkv_bias)
+            kernels.rotate_and_store(
+                qkv, layer.norms, self._eps, self._cosines, self._sines, rows, keys, values, self._heads
             )
-            seen = plan.read(number, mixed, self._heads, layer.reading)
-            normed = kernels.add_norm(stream, linear(seen, layer.output, layer.output_bias), layer.after, self._eps)
+            attended = plan.read(number, qkv, self._heads, layer.attention)
+            normed = kernels.add_norm(
+                stream, linear(attended, layer.output, layer.output_bias), layer.post_norm, self._eps
+            )
             if isinstance(layer.inner, _Mixture):
-                change, shares = self._mixed(layer.inner, normed, counts)
+                delta, shares = self._expert_outputs(layer.inner, normed, counts)
             else:
-                change, shares = linear(kernels.gate(linear(normed, layer.inner.widen)), layer.inner.narrow), None
-        return kernels.add_norm(stream, change, self._final, self._eps, shares)
+                delta, shares = linear(kernels.gate(linear(normed, layer.inner.gate_up)), layer.inner.down), None
+        return kernels.add_norm(stream, delta, self._final, self._eps, shares)
 
     def _counts(self) -> Tensor:
         """Zeros for the row counts of all experts in all layers: one launch."""
-        experts = max((len(mixture.widen) for mixture in self._mixtures), default=0)
+        experts = max((len(mixture.gate_up) for mixture in self._mixtures), default=0)
         return torch.zeros(len(self._mixtures), experts, dtype=torch.int32, device=self._final.device)
 
-    def _mixed(self, mixture: _Mixture, normed: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    def _expert_outputs(self, mixture: _Mixture, normed: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """The outputs of each row's experts, [rows · chosen, hidden], and their weights, [rows, chosen]."""
         from roll.engine.paged import expert_kernels as kernels
 
@@ -203,7 +205,7 @@ class FusedDecoder:
         logits = linear(normed, mixture.router)
         how = (mixture.chosen, mixture.normalised, mixture.weights)
         lines, weights = kernels.route(logits, *how, counts[number], routes, given)
-        return kernels.experts(normed, lines, mixture.widen, mixture.narrow), weights
+        return kernels.experts(normed, lines, mixture.gate_up, mixture.down), weights
 
 
 def _layer(layer: Any, inner: _Dense | _Mixture) -> _Layer:
@@ -212,22 +214,22 @@ def _layer(layer: Any, inner: _Dense | _Mixture) -> _Layer:
     biased = parts[0].bias is not None
     norms = (attention.q_norm.weight.detach(), attention.k_norm.weight.detach()) if hasattr(attention, "q_norm") else None
     return _Layer(
-        before=layer.input_layernorm.weight.detach(),
-        mix=adjoin([part.weight for part in parts]),
-        mix_bias=adjoin([part.bias for part in parts]) if biased else None,
+        input_norm=layer.input_layernorm.weight.detach(),
+        qkv=fuse_parameters([part.weight for part in parts]),
+        qkv_bias=fuse_parameters([part.bias for part in parts]) if biased else None,
         norms=norms,
         output=attention.o_proj.weight.detach(),
         output_bias=attention.o_proj.bias.detach() if attention.o_proj.bias is not None else None,
-        after=layer.post_attention_layernorm.weight.detach(),
+        post_norm=layer.post_attention_layernorm.weight.detach(),
         inner=inner,
-        reading=reading_of(attention, float(attention.scaling)),
+        attention=attention_params_of(attention, float(attention.scaling)),
     )
 
 
 def _inner(inner: Any, number: int, family: str) -> _Dense | _Mixture:
     """`number`: how many layers before this one have experts."""
     if not hasattr(inner, "experts"):
-        return _Dense(adjoin([inner.gate_proj.weight, inner.up_proj.weight]), inner.down_proj.weight.detach())
+        return _Dense(fuse_parameters([inner.gate_proj.weight, inner.up_proj.weight]), inner.down_proj.weight.detach())
     router, experts = inner.gate, inner.experts
     return _Mixture(
         number,
@@ -235,8 +237,8 @@ def _inner(inner: Any, number: int, family: str) -> _Dense | _Mixture:
         int(router.top_k),
         normalised=bool(getattr(router, "norm_topk_prob", True)),
         weights=torch.float32 if family == "mixtral" else router.weight.dtype,  # each family rounds them differently
-        widen=experts.gate_up_proj.detach(),
-        narrow=experts.down_proj.detach(),
+        gate_up=experts.gate_up_proj.detach(),
+        down=experts.down_proj.detach(),
     )
 
 
@@ -281,7 +283,7 @@ def _probes(
     the kernels with the experts that the model's own code chose."""
     shape = ModelShape.of_model(model)
     dtype = next(model.parameters()).dtype
-    own, others = (PagedKVCache(shape, _PROBE // BLOCK + 2, dtype, device) for _ in range(2))
+    model_cache, kernel_cache = (PagedKVCache(shape, _PROBE // BLOCK + 2, dtype, device) for _ in range(2))
     last = torch.zeros(1, dtype=torch.int32, device=device)
     tokens = np.arange(1, _PROBE + 1) * 7919 % shape.vocab
     expected: list[Tensor] = []
@@ -290,16 +292,16 @@ def _probes(
     for start, end in ((0, cut), (cut, _PROBE)):
         rows = _input_rows(tokens, start, end, device)
 
-        def plan(pages: PagedKVCache, rows: StepInputs = rows, whole: bool = start == 0) -> PagedPlan:
-            return _span(pages, rows, cut, cut, device) if whole else DecodeMetadata(pages, rows)
+        def plan(cache: PagedKVCache, rows: StepInputs = rows, whole: bool = start == 0) -> PagedPlan:
+            return _span(cache, rows, cut, cut, device) if whole else DecodeMetadata(cache, rows)
 
         if fused.mixtures:
-            hidden, routes = plain.recorded(rows, last, plan(own))
+            hidden, routes = plain.recorded(rows, last, plan(model_cache))
             fused.given = routes.int().view(rows.count, fused.mixtures, -1)
         else:
-            hidden = plain.hidden(rows, last, plan(own))
+            hidden = plain.hidden(rows, last, plan(model_cache))
         expected.append(hidden)
-        found.append(fused.hidden(rows, last, plan(others)))
+        found.append(fused.hidden(rows, last, plan(kernel_cache)))
     fused.given = None
     return torch.cat(expected), torch.cat(found)
 
@@ -307,16 +309,16 @@ def _probes(
 def _input_rows(tokens: Any, start: int, end: int, device: torch.device) -> StepInputs:
     """Inputs for a sequence that is alone in its cache, in blocks 1 and up."""
     blocks = -(-len(tokens) // BLOCK)
-    sheet: Sheet = np.zeros((HEADER + blocks, end - start), np.int32)
-    sheet[POSITION] = np.arange(start, end)
-    sheet[PLACE] = BLOCK + sheet[POSITION]
-    sheet[TOKEN] = tokens[start:end]
-    sheet[HEADER:] = np.arange(1, blocks + 1)[:, None]
-    return StepInputs(torch.from_numpy(sheet).to(device))
+    table: InputTable = np.zeros((HEADER + blocks, end - start), np.int32)
+    table[POSITION] = np.arange(start, end)
+    table[CACHE_POSITION] = BLOCK + table[POSITION]
+    table[TOKEN] = tokens[start:end]
+    table[HEADER:] = np.arange(1, blocks + 1)[:, None]
+    return StepInputs(torch.from_numpy(table).to(device))
 
 
-def _span(pages: PagedKVCache, rows: StepInputs, count: int, keys: int, device: torch.device) -> PrefillMetadata:
-    return PrefillMetadata(pages, rows, [(count, keys)], torch.arange(BLOCK, BLOCK + keys, device=device))
+def _span(cache: PagedKVCache, rows: StepInputs, count: int, keys: int, device: torch.device) -> PrefillMetadata:
+    return PrefillMetadata(cache, rows, [(count, keys)], torch.arange(BLOCK, BLOCK + keys, device=device))
 
 
 @torch.inference_mode()
@@ -324,10 +326,10 @@ def log_probs_of(
     decoder: Decoder, logits_of: Callable[[Tensor], Tensor], shape: ModelShape, ids: Any, like: Tensor
 ) -> Tensor:
     """fp32 log-probs of the tokens after the first, computed in a separate cache."""
-    pages = PagedKVCache(shape, -(-len(ids) // BLOCK) + 1, like.dtype, like.device)
+    cache = PagedKVCache(shape, -(-len(ids) // BLOCK) + 1, like.dtype, like.device)
     last = torch.zeros(1, dtype=torch.int32, device=like.device)
     rows = _input_rows(ids, 0, len(ids), like.device)
-    hidden = decoder.hidden(rows, last, _span(pages, rows, len(ids), len(ids), like.device))
+    hidden = decoder.hidden(rows, last, _span(cache, rows, len(ids), len(ids), like.device))
     found = torch.log_softmax(logits_of(hidden), dim=-1)
     targets = torch.from_numpy(np.asarray(ids[1:], np.int64)).to(like.device)
     return found[:-1].gather(1, targets[:, None])[:, 0].cpu()

@@ -44,41 +44,41 @@ def _route(
     """One program per row: its most likely experts (or those given), their weights, and their places in the experts'
     lines of `order`."""
     row = tl.program_id(0)
-    spots = tl.arange(0, PAD)
-    inside = spots < EXPERTS
-    wide = tl.load(logits + row * EXPERTS + spots, mask=inside, other=-float("inf")).to(tl.float32)
+    offs = tl.arange(0, PAD)
+    inside = offs < EXPERTS
+    wide = tl.load(logits + row * EXPERTS + offs, mask=inside, other=-float("inf")).to(tl.float32)
     wide = tl.exp(wide - tl.max(wide, 0))
     shares = wide / tl.sum(wide, 0)
     # If a row's logits are NaN, its shares are set to 0, so that it still gets the usual number of distinct experts.
-    left = tl.where(inside, tl.where(shares == shares, shares, 0.0), -1.0)
-    picks = tl.arange(0, CHOSEN_PAD)
+    remaining = tl.where(inside, tl.where(shares == shares, shares, 0.0), -1.0)
+    ranks = tl.arange(0, CHOSEN_PAD)
     chosen = tl.zeros((CHOSEN_PAD,), tl.int32)
     values = tl.zeros((CHOSEN_PAD,), tl.float32)
-    for pick in range(CHOSEN):
-        best = tl.load(given + row * CHOSEN + pick) if GIVEN else tl.argmax(left, 0).to(tl.int32)
-        value = tl.sum(tl.where(spots == best, shares, 0.0), 0)
-        chosen = tl.where(picks == pick, best, chosen)
-        values = tl.where(picks == pick, value, values)
-        left = tl.where(spots == best, -2.0, left)
+    for rank in range(CHOSEN):
+        best = tl.load(given + row * CHOSEN + rank) if GIVEN else tl.argmax(remaining, 0).to(tl.int32)
+        value = tl.sum(tl.where(offs == best, shares, 0.0), 0)
+        chosen = tl.where(ranks == rank, best, chosen)
+        values = tl.where(ranks == rank, value, values)
+        remaining = tl.where(offs == best, -2.0, remaining)
     if NORMALISED:
         values = values / tl.sum(values, 0)
-    mine = picks < CHOSEN
-    pairs = row * CHOSEN + picks
-    tl.store(weights + pairs, values.to(weights.dtype.element_ty), mask=mine)
-    place = tl.atomic_add(counts + chosen, 1, mask=mine)
-    tl.store(order + chosen.to(tl.int64) * rows + place, pairs, mask=mine)
+    stored = ranks < CHOSEN
+    pairs = row * CHOSEN + ranks
+    tl.store(weights + pairs, values.to(weights.dtype.element_ty), mask=stored)
+    entry = tl.atomic_add(counts + chosen, 1, mask=stored)
+    tl.store(order + chosen.to(tl.int64) * rows + entry, pairs, mask=stored)
     if RECORDS:
-        tl.store(routes + row.to(tl.int64) * routes_stride + picks, chosen, mask=mine)
+        tl.store(routes + row.to(tl.int64) * routes_stride + ranks, chosen, mask=stored)
 
 
 @triton.jit
-def _line_up(choices, counts, order, rows, pairs, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+def _sort_pairs(choices, counts, order, rows, pairs, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
     """Assigns places in the experts' lines to pairs whose experts are known."""
-    here = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    real = here < pairs
-    expert = tl.load(choices + here, mask=real, other=0).to(tl.int32)
-    place = tl.atomic_add(counts + expert, 1, mask=real)
-    tl.store(order + expert.to(tl.int64) * rows + place, here, mask=real)
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = pair < pairs
+    expert = tl.load(choices + pair, mask=valid, other=0).to(tl.int32)
+    entry = tl.atomic_add(counts + expert, 1, mask=valid)
+    tl.store(order + expert.to(tl.int64) * rows + entry, pair, mask=valid)
 
 
 @triton.jit
@@ -106,17 +106,17 @@ def _product(
     block = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
 
-    spots = tl.arange(0, PAD)
-    lengths = tl.load(counts + spots, mask=spots < EXPERTS, other=0)
+    offs = tl.arange(0, PAD)
+    lengths = tl.load(counts + offs, mask=offs < EXPERTS, other=0)
     blocks = (lengths + LINES - 1) // LINES
     expert = tl.sum((tl.cumsum(blocks, 0) <= block).to(tl.int32), 0)
     if expert < EXPERTS:
-        before = tl.sum(tl.where(spots < expert, blocks, 0), 0)
-        length = tl.sum(tl.where(spots == expert, lengths, 0), 0)
-        places = (block - before) * LINES + tl.arange(0, LINES)
-        real = places < length
+        before = tl.sum(tl.where(offs < expert, blocks, 0), 0)
+        length = tl.sum(tl.where(offs == expert, lengths, 0), 0)
+        entries = (block - before) * LINES + tl.arange(0, LINES)
+        real = entries < length
         wide_expert = expert.to(tl.int64)
-        pairs = tl.load(order + wide_expert * rows + places, mask=real, other=0).to(tl.int64)
+        pairs = tl.load(order + wide_expert * rows + entries, mask=real, other=0).to(tl.int64)
         columns = tile * COLUMNS + tl.arange(0, COLUMNS)
         lines = columns % WIDTH  # wraps around instead of reading beyond the end
         spans = tl.arange(0, STEP)
@@ -140,17 +140,17 @@ def _product(
                 else:
                     piece = tl.load(matrix + above + start, mask=(start + spans < DEPTH)[:, None], other=0.0)
                 other = tl.dot(part, piece, other, input_precision=PRECISION)
-        kind = out.dtype.element_ty
+        dtype = out.dtype.element_ty
         if GATED:
-            gate = total.to(kind).to(tl.float32)
-            opened = (gate / (1 + tl.exp(-gate))).to(kind).to(tl.float32)
-            total = opened * other.to(kind).to(tl.float32)
-        mine = real[:, None] & (columns < WIDTH)[None, :]
-        tl.store(out + pairs[:, None] * WIDTH + columns[None, :], total.to(kind), mask=mine)
+            gate = total.to(dtype).to(tl.float32)
+            opened = (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32)
+            total = opened * other.to(dtype).to(tl.float32)
+        stored = real[:, None] & (columns < WIDTH)[None, :]
+        tl.store(out + pairs[:, None] * WIDTH + columns[None, :], total.to(dtype), mask=stored)
 
 
 @dataclass(frozen=True)
-class Lines:
+class SortedPairs:
     """Pairs sorted by expert."""
 
     counts: Tensor
@@ -184,7 +184,7 @@ def route(
     counts: Tensor,
     routes: Tensor | None = None,
     given: Tensor | None = None,
-) -> tuple[Lines, Tensor]:
+) -> tuple[SortedPairs, Tensor]:
     """The experts of each row of logits [rows, experts] with the largest softmax, and their weights [rows, chosen].
 
     `counts` [experts] must hold zeros; the returned lines use its memory. `routes` [rows or more, chosen] receives the
@@ -212,28 +212,28 @@ def route(
         GIVEN=given is not None,
         num_warps=1,
     )
-    return Lines(counts, order, chosen), weights
+    return SortedPairs(counts, order, chosen), weights
 
 
-def line_up(choices: Tensor, experts: int) -> Lines:
+def sort_by_expert(choices: Tensor, experts: int) -> SortedPairs:
     """Sorts pairs of rows and already chosen experts, [rows, chosen], by expert."""
     rows, chosen = choices.shape
     counts = torch.zeros(experts, dtype=torch.int32, device=choices.device)
     order = torch.empty(experts, rows, dtype=torch.int32, device=choices.device)
-    launch: Any = _line_up[(triton.cdiv(rows * chosen, 128),)]
+    launch: Any = _sort_pairs[(triton.cdiv(rows * chosen, 128),)]
     launch(choices.contiguous(), counts, order, rows, rows * chosen, CHOSEN=chosen, BLOCK=128, num_warps=1)
-    return Lines(counts, order, chosen)
+    return SortedPairs(counts, order, chosen)
 
 
-def experts(states: Tensor, lines: Lines, widen: Tensor, narrow: Tensor) -> Tensor:
+def experts(states: Tensor, lines: SortedPairs, gate_up: Tensor, down: Tensor) -> Tensor:
     """The outputs of all pairs: states [rows, hidden], widen [experts, 2 · inner, hidden], narrow [experts, hidden,
     inner] → [rows · chosen, hidden]."""
-    inner = _multiply(states, lines, widen, shared=lines.chosen, gated=True)
-    return _multiply(inner, lines, narrow, shared=1, gated=False)
+    inner = _multiply(states, lines, gate_up, shared=lines.chosen, gated=True)
+    return _multiply(inner, lines, down, shared=1, gated=False)
 
 
 def _multiply(
-    states: Tensor, lines: Lines, weight: Tensor, *, shared: int, gated: bool, tile: Tile | None = None
+    states: Tensor, lines: SortedPairs, weight: Tensor, *, shared: int, gated: bool, tile: Tile | None = None
 ) -> Tensor:
     experts, height, depth = weight.shape
     width, pairs = height // 2 if gated else height, lines.rows * lines.chosen

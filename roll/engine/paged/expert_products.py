@@ -18,9 +18,9 @@ def _experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Ten
     """hidden [rows, dim], index and weights [rows, chosen] → [rows, dim]"""
     from roll.engine.paged import expert_kernels as kernels
 
-    lines = kernels.line_up(index, len(module.gate_up_proj))
-    found = kernels.experts(hidden.contiguous(), lines, module.gate_up_proj, module.down_proj)
-    return (found.view(*index.shape, -1) * weights[..., None]).sum(1).to(hidden.dtype)
+    pairs = kernels.sort_by_expert(index, len(module.gate_up_proj))
+    outputs = kernels.experts(hidden.contiguous(), pairs, module.gate_up_proj, module.down_proj)
+    return (outputs.view(*index.shape, -1) * weights[..., None]).sum(1).to(hidden.dtype)
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from roll.engine.attention_params import AttentionParams, reading_of, widened
+from roll.engine.attention_params import AttentionParams, attention_params_of, widened
 from roll.engine.paged.step_inputs import StepInputs
 from roll.engine.routes import RouteShape
 from roll.model.shape import ModelShape
@@ -52,35 +52,35 @@ class PagedKVCache:
     def blocks(self) -> int:
         return self.keys.shape[1]
 
-    def take_over(self, other: PagedKVCache) -> None:
+    def copy_from(self, other: PagedKVCache) -> None:
         """Copies the contents of a smaller cache, block by block."""
         self.keys[:, : other.blocks] = other.keys
         self.values[:, : other.blocks] = other.values
         if self.routes is not None and other.routes is not None:
             self.routes[: len(other.routes)] = other.routes
 
-    def read_routes(self, places: NDArray[np.int64]) -> RoutesRead:
+    def read_routes(self, cache_positions: NDArray[np.int64]) -> PendingRoutes:
         """Starts an asynchronous read of the routes at these cache positions. Steps launched later may overwrite them:
         the copy comes before those steps on the stream."""
         assert self.routes is not None
-        where = torch.from_numpy(places)
+        where = torch.from_numpy(cache_positions)
         if not self.routes.is_cuda:
-            return RoutesRead(self.routes[where], None)
+            return PendingRoutes(self.routes[where], None)
         found = self.routes[where.pin_memory().to(self.routes.device, non_blocking=True)]
         rows = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
         rows.copy_(found, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        return RoutesRead(rows, done)
+        return PendingRoutes(rows, done)
 
     @staticmethod
-    def bytes_a_block(shape: ModelShape, dtype: torch.dtype, recorded: RouteShape | None = None) -> int:
-        routes = BLOCK * recorded.bytes_a_token if recorded is not None else 0
+    def bytes_per_block(shape: ModelShape, dtype: torch.dtype, recorded: RouteShape | None = None) -> int:
+        routes = BLOCK * recorded.bytes_per_token if recorded is not None else 0
         return 2 * shape.layers * shape.kv_heads * BLOCK * shape.head_dim * dtype.itemsize + routes
 
 
 @dataclass(frozen=True)
-class RoutesRead:
+class PendingRoutes:
     """Routes that are being copied to the host."""
 
     rows: Tensor
@@ -100,70 +100,70 @@ class RoutesRead:
 class PagedPlan:
     """What prefill and decode passes have in common. As an `AttentionPlan` it also works with a model's own code."""
 
-    def __init__(self, pages: PagedKVCache, rows: StepInputs) -> None:
-        self.pages = pages
+    def __init__(self, cache: PagedKVCache, rows: StepInputs) -> None:
+        self.cache = cache
         self.rows = rows
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         layer = module.layer_idx
         assert isinstance(layer, int)
-        told = value.shape[-1]
-        query, key, value = (widened(tensor, self.pages.keys.shape[-1]) for tensor in (query, key, value))
-        self._keep(layer, key.transpose(0, 1), value.transpose(0, 1))
+        value_dim = value.shape[-1]
+        query, key, value = (widened(tensor, self.cache.keys.shape[-1]) for tensor in (query, key, value))
+        self._store(layer, key.transpose(0, 1), value.transpose(0, 1))
         heads, rows, dim = query.shape
         flat = query.transpose(0, 1).reshape(rows, heads * dim)
-        return self.read(layer, flat, heads, reading_of(module, scale)).view(rows, heads, dim)[..., :told]
+        return self.read(layer, flat, heads, attention_params_of(module, scale)).view(rows, heads, dim)[..., :value_dim]
 
-    def keep_routes(self, routes: Tensor) -> None:
+    def store_routes(self, routes: Tensor) -> None:
         """Stores the rows' routes [rows, …] beside their keys, if routes are recorded."""
-        held = self.pages.routes
-        if held is not None:
-            held[self.rows.places.long()] = routes.flatten(1).to(held.dtype)
+        cached = self.cache.routes
+        if cached is not None:
+            cached[self.rows.cache_positions.long()] = routes.flatten(1).to(cached.dtype)
 
-    def read(self, layer: int, query: Tensor, heads: int, reading: AttentionParams) -> Tensor:
+    def read(self, layer: int, query: Tensor, heads: int, params: AttentionParams) -> Tensor:
         """Attention of every row over the positions up to its own. The row's queries are the first heads · dim columns of
         `query`. → [rows, heads · dim]"""
         raise NotImplementedError
 
-    def _keep(self, layer: int, key: Tensor, value: Tensor) -> None:
+    def _store(self, layer: int, key: Tensor, value: Tensor) -> None:
         """key, value [rows, kv_heads, dim]"""
         if key.is_cuda:
             from roll.engine.paged import layer_kernels as kernels
 
-            kernels.keep(key, value, self.rows, self.pages.keys[layer], self.pages.values[layer])
+            kernels.store_kv(key, value, self.rows, self.cache.keys[layer], self.cache.values[layer])
             return
-        places = self.rows.places.long()
-        self.pages.keys[layer][places // BLOCK, :, places % BLOCK] = key
-        self.pages.values[layer][places // BLOCK, :, places % BLOCK] = value
+        cache_positions = self.rows.cache_positions.long()
+        self.cache.keys[layer][cache_positions // BLOCK, :, cache_positions % BLOCK] = key
+        self.cache.values[layer][cache_positions // BLOCK, :, cache_positions % BLOCK] = value
 
 
 class DecodeMetadata(PagedPlan):
     """Attention for rows computed one by one: one row, or a few, per sequence. On a GPU, the rows from `alone` on are
     computed in tiles: consecutive rows of one sequence read its keys once. On a CPU, all consecutive rows do."""
 
-    def __init__(self, pages: PagedKVCache, rows: StepInputs, alone: int | None = None) -> None:
-        super().__init__(pages, rows)
+    def __init__(self, cache: PagedKVCache, rows: StepInputs, alone: int | None = None) -> None:
+        super().__init__(cache, rows)
         self._alone = rows.count if alone is None else alone
 
-    def read(self, layer: int, query: Tensor, heads: int, reading: AttentionParams) -> Tensor:
-        keys, values = self.pages.keys[layer], self.pages.values[layer]
+    def read(self, layer: int, query: Tensor, heads: int, params: AttentionParams) -> Tensor:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
         dim = keys.shape[-1]
         if query.is_cuda:
             from roll.engine.paged import attention_kernels as kernels
 
-            seen, alone = query.new_empty(self.rows.count, heads * dim), self._alone
+            attended, alone = query.new_empty(self.rows.count, heads * dim), self._alone
             first, others = self.rows.part(0, alone), self.rows.part(alone, self.rows.count)
-            how: Any = {"heads": heads, "window": reading.window, "cap": reading.cap}
+            how: Any = {"heads": heads, "window": params.window, "cap": params.cap}
             splits = _splits(alone * keys.shape[1])
-            kernels.attend(seen[:alone], query[:alone], first, keys, values, reading.scale, splits=splits, **how)
+            kernels.attend(attended[:alone], query[:alone], first, keys, values, params.scale, splits=splits, **how)
             if others.count:
-                kernels.attend_tiles(seen[alone:], query[alone:], others, keys, values, reading.scale, **how)
-            return seen
+                kernels.attend_tiles(attended[alone:], query[alone:], others, keys, values, params.scale, **how)
+            return attended
         out = query.new_empty(self.rows.count, heads, dim)
         for run, count in _runs(self.rows.slots.tolist(), self.rows.positions.tolist()):
-            blocks = self.rows.table[: (count - 1) // BLOCK + 1, run.start].long()
-            key, value = (_positions(pages[blocks])[:count] for pages in (keys, values))
-            out[run] = _attend(query[run, : heads * dim].reshape(-1, heads, dim), key, value, reading)
+            blocks = self.rows.block_table[: (count - 1) // BLOCK + 1, run.start].long()
+            key, value = (_positions(cache[blocks])[:count] for cache in (keys, values))
+            out[run] = _attend(query[run, : heads * dim].reshape(-1, heads, dim), key, value, params)
         return out.view(self.rows.count, heads * dim)
 
 
@@ -171,41 +171,41 @@ class PrefillMetadata(PagedPlan):
     """Attention for prefill: many rows of few sequences. The rows of a sequence are consecutive; each attends to all
     positions of its sequence up to its own, gathered from the blocks."""
 
-    def __init__(self, pages: PagedKVCache, rows: StepInputs, spans: list[tuple[int, int]], key_places: Tensor) -> None:
-        """`spans`: number of rows and of keys per sequence. `key_places`: cache positions of all these keys, in order."""
-        super().__init__(pages, rows)
+    def __init__(self, cache: PagedKVCache, rows: StepInputs, spans: list[tuple[int, int]], key_at: Tensor) -> None:
+        """`spans`: number of rows and of keys per sequence. `key_at`: cache positions of all these keys, in order."""
+        super().__init__(cache, rows)
         self._spans = spans
-        self._blocks, self._offsets = key_places // BLOCK, key_places % BLOCK
+        self._blocks, self._offsets = key_at // BLOCK, key_at % BLOCK
         queries, keys = [rows for rows, _ in spans], [keys for _, keys in spans]
         self._query_ends, self._key_ends = (_ends(sizes, rows.data.device) for sizes in (queries, keys))
         self._most = (max(queries), max(keys))
 
-    def read(self, layer: int, query: Tensor, heads: int, reading: AttentionParams) -> Tensor:
-        dim = self.pages.keys.shape[-1]
-        asked = query[:, : heads * dim].reshape(-1, heads, dim)
-        key = self.pages.keys[layer][self._blocks, :, self._offsets]
-        value = self.pages.values[layer][self._blocks, :, self._offsets]
-        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and reading.cap is None and dim % 8 == 0:
-            back = -1 if reading.window is None else reading.window - 1
+    def read(self, layer: int, query: Tensor, heads: int, params: AttentionParams) -> Tensor:
+        dim = self.cache.keys.shape[-1]
+        queries = query[:, : heads * dim].reshape(-1, heads, dim)
+        key = self.cache.keys[layer][self._blocks, :, self._offsets]
+        value = self.cache.values[layer][self._blocks, :, self._offsets]
+        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and params.cap is None and dim % 8 == 0:
+            back = -1 if params.window is None else params.window - 1
             out = varlen_attn(
-                asked,
+                queries,
                 key,
                 value,
                 self._query_ends,
                 self._key_ends,
                 *self._most,
-                scale=reading.scale,
+                scale=params.scale,
                 window_size=(back, 0),
                 **_GROUPED,
             )
             assert isinstance(out, Tensor)
             return out.view(-1, heads * dim)
         parts: list[Tensor] = []
-        row = place = 0
+        row = key_start = 0
         for rows, keys in self._spans:
-            ours = slice(place, place + keys)
-            parts.append(_attend(asked[row : row + rows], key[ours], value[ours], reading))
-            row, place = row + rows, place + keys
+            span = slice(key_start, key_start + keys)
+            parts.append(_attend(queries[row : row + rows], key[span], value[span], params))
+            row, key_start = row + rows, key_start + keys
         return torch.cat(parts).view(-1, heads * dim)
 
 
@@ -233,21 +233,21 @@ def _ends(sizes: list[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, reading: AttentionParams) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
     """Attention of the last rows of one sequence over all its positions. query [rows, heads, dim], key [keys, kv_heads,
     dim]"""
     rows, keys = query.shape[0], key.shape[0]
     repeats = query.shape[1] // key.shape[1]
-    asked = query.transpose(0, 1)
+    queries = query.transpose(0, 1)
     key, value = (tensor.transpose(0, 1).repeat_interleave(repeats, 0) for tensor in (key, value))
     ends = torch.arange(keys - rows, keys, device=query.device)[:, None]
     at = torch.arange(keys, device=query.device)[None]
     seen = at <= ends
-    if reading.window is not None:
-        seen &= at > ends - reading.window
-    if reading.cap is None:
-        out = scaled_dot_product_attention(asked[None], key[None], value[None], attn_mask=seen, scale=reading.scale)[0]
+    if params.window is not None:
+        seen &= at > ends - params.window
+    if params.cap is None:
+        out = scaled_dot_product_attention(queries[None], key[None], value[None], attn_mask=seen, scale=params.scale)[0]
         return out.transpose(0, 1)
-    scores = asked @ key.transpose(1, 2) * reading.scale
-    scores = (torch.tanh(scores / reading.cap) * reading.cap).masked_fill(~seen, -torch.inf)
+    scores = queries @ key.transpose(1, 2) * params.scale
+    scores = (torch.tanh(scores / params.cap) * params.cap).masked_fill(~seen, -torch.inf)
     return (scores.float().softmax(-1).to(value.dtype) @ value).transpose(0, 1)

@@ -22,10 +22,10 @@ def _embed(tokens, slots, last, weight, ids, out, HIDDEN: tl.constexpr, PAD: tl.
     row = tl.program_id(0)
     given = tl.load(tokens + row)
     token = tl.where(given < 0, tl.load(last + tl.load(slots + row)), given).to(tl.int64)
-    spots = tl.arange(0, PAD)
-    inside = spots < HIDDEN
-    values = tl.load(weight + token * HIDDEN + spots, mask=inside)
-    tl.store(out + row.to(tl.int64) * HIDDEN + spots, values, mask=inside)
+    offs = tl.arange(0, PAD)
+    inside = offs < HIDDEN
+    values = tl.load(weight + token * HIDDEN + offs, mask=inside)
+    tl.store(out + row.to(tl.int64) * HIDDEN + offs, values, mask=inside)
     tl.store(ids + row, token)
 
 
@@ -46,48 +46,48 @@ def _add_norm(
     """stream += delta; out = rms_norm(stream) · weight. If PARTS > 0, delta has PARTS lines per row, which are weighted
     with shares and summed."""
     row = tl.program_id(0).to(tl.int64)
-    spots = tl.arange(0, PAD)
-    inside = spots < HIDDEN
-    here = row * HIDDEN + spots
+    offs = tl.arange(0, PAD)
+    inside = offs < HIDDEN
+    here = row * HIDDEN + offs
     values = tl.load(stream + here, mask=inside, other=0.0)
-    kind = values.dtype
+    dtype = values.dtype
     if ADDS:
         if PARTS:
             total = tl.zeros((PAD,), tl.float32)
             for part in range(PARTS):
-                line = tl.load(delta + (row * PARTS + part) * HIDDEN + spots, mask=inside, other=0.0).to(tl.float32)
+                line = tl.load(delta + (row * PARTS + part) * HIDDEN + offs, mask=inside, other=0.0).to(tl.float32)
                 weighed = line * tl.load(shares + row * PARTS + part).to(tl.float32)
-                total += weighed.to(kind).to(tl.float32) if ROUNDS else weighed
-            added = total.to(kind)
+                total += weighed.to(dtype).to(tl.float32) if ROUNDS else weighed
+            added = total.to(dtype)
         else:
             added = tl.load(delta + here, mask=inside, other=0.0)
-        values = (values.to(tl.float32) + added.to(tl.float32)).to(kind)
+        values = (values.to(tl.float32) + added.to(tl.float32)).to(dtype)
         tl.store(stream + here, values, mask=inside)
     wide = values.to(tl.float32)
     rate = 1 / tl.sqrt(tl.sum(wide * wide, 0) / HIDDEN + eps)
-    normed = (wide * rate).to(kind).to(tl.float32)
-    scaled = normed * tl.load(weight + spots, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + here, scaled.to(kind), mask=inside)
+    normed = (wide * rate).to(dtype).to(tl.float32)
+    scaled = normed * tl.load(weight + offs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + here, scaled.to(dtype), mask=inside)
 
 
 @triton.jit
-def _normed(values, rate, query_norm, key_norm, is_query, spots, inside):
+def _normed(values, rate, query_norm, key_norm, is_query, offs, inside):
     """Multiplies half a head by the RMS norm's rate and weight."""
-    of_query = tl.load(query_norm + spots, mask=inside, other=0.0)
-    of_key = tl.load(key_norm + spots, mask=inside, other=0.0)
+    of_query = tl.load(query_norm + offs, mask=inside, other=0.0)
+    of_key = tl.load(key_norm + offs, mask=inside, other=0.0)
     scale = tl.where(is_query, of_query, of_key)
     return ((values * rate).to(scale.dtype).to(tl.float32) * scale.to(tl.float32)).to(scale.dtype).to(tl.float32)
 
 
 @triton.jit
-def _rotate_and_keep(
-    mixed,
+def _rotate_and_store(
+    qkv,
     query_norm,
     key_norm,
     cosines,
     sines,
     positions,
-    places,
+    cache_positions,
     keys,
     values,
     eps,
@@ -98,56 +98,64 @@ def _rotate_and_keep(
     BLOCK: tl.constexpr,
     NORMS: tl.constexpr,
 ):
-    """One program per row and head of `mixed` [rows, (heads + 2 kv_heads) · dim]: queries are rotated in place, keys are
+    """One program per row and head of `qkv` [rows, (heads + 2 kv_heads) · dim]: queries are rotated in place, keys are
     rotated and written to the cache, values are written to the cache."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     half: tl.constexpr = DIM // 2
-    spots = tl.arange(0, HALF_PAD)
-    inside = spots < half
-    source = mixed + (row * (HEADS + 2 * KV_HEADS) + head) * DIM + spots
+    offs = tl.arange(0, HALF_PAD)
+    inside = offs < half
+    source = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * DIM + offs
     first = tl.load(source, mask=inside, other=0.0)
     second = tl.load(source + half, mask=inside, other=0.0)
-    kind = first.dtype
-    place = tl.load(places + row).to(tl.int64)
+    dtype = first.dtype
+    cache_position = tl.load(cache_positions + row).to(tl.int64)
     kv_head = (head - HEADS) % KV_HEADS
-    kept = ((place // BLOCK) * KV_HEADS + kv_head) * BLOCK * DIM + (place % BLOCK) * DIM + spots
+    target = ((cache_position // BLOCK) * KV_HEADS + kv_head) * BLOCK * DIM + (cache_position % BLOCK) * DIM + offs
     if head >= HEADS + KV_HEADS:
-        tl.store(values + kept, first, mask=inside)
-        tl.store(values + kept + half, second, mask=inside)
+        tl.store(values + target, first, mask=inside)
+        tl.store(values + target + half, second, mask=inside)
     else:
         a, b = first.to(tl.float32), second.to(tl.float32)
         if NORMS:
             rate = 1 / tl.sqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / DIM + eps)
-            a = _normed(a, rate, query_norm, key_norm, head < HEADS, spots, inside)
-            b = _normed(b, rate, query_norm + half, key_norm + half, head < HEADS, spots, inside)
+            a = _normed(a, rate, query_norm, key_norm, head < HEADS, offs, inside)
+            b = _normed(b, rate, query_norm + half, key_norm + half, head < HEADS, offs, inside)
         position = tl.load(positions + row).to(tl.int64)
-        cosine = cosines + position * DIM + spots
-        sine = sines + position * DIM + spots
-        left = (a * tl.load(cosine, mask=inside).to(tl.float32)).to(kind).to(tl.float32)
-        left -= (b * tl.load(sine, mask=inside).to(tl.float32)).to(kind).to(tl.float32)
-        right = (b * tl.load(cosine + half, mask=inside).to(tl.float32)).to(kind).to(tl.float32)
-        right += (a * tl.load(sine + half, mask=inside).to(tl.float32)).to(kind).to(tl.float32)
+        cosine = cosines + position * DIM + offs
+        sine = sines + position * DIM + offs
+        left = (a * tl.load(cosine, mask=inside).to(tl.float32)).to(dtype).to(tl.float32)
+        left -= (b * tl.load(sine, mask=inside).to(tl.float32)).to(dtype).to(tl.float32)
+        right = (b * tl.load(cosine + half, mask=inside).to(tl.float32)).to(dtype).to(tl.float32)
+        right += (a * tl.load(sine + half, mask=inside).to(tl.float32)).to(dtype).to(tl.float32)
         if head >= HEADS:
-            tl.store(keys + kept, left.to(kind), mask=inside)
-            tl.store(keys + kept + half, right.to(kind), mask=inside)
+            tl.store(keys + target, left.to(dtype), mask=inside)
+            tl.store(keys + target + half, right.to(dtype), mask=inside)
         else:
-            tl.store(source, left.to(kind), mask=inside)
-            tl.store(source + half, right.to(kind), mask=inside)
+            tl.store(source, left.to(dtype), mask=inside)
+            tl.store(source + half, right.to(dtype), mask=inside)
 
 
 @triton.jit
-def _keep(
-    key, value, places, keys, values, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr
+def _store_kv(
+    key,
+    value,
+    cache_positions,
+    keys,
+    values,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Writes keys and values [rows, kv_heads, dim] to the cache."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    spots = tl.arange(0, PAD)
-    inside = spots < DIM
-    place = tl.load(places + row).to(tl.int64)
-    source = (row * KV_HEADS + head) * DIM + spots
-    target = ((place // BLOCK) * KV_HEADS + head) * BLOCK * DIM + (place % BLOCK) * DIM + spots
+    offs = tl.arange(0, PAD)
+    inside = offs < DIM
+    cache_position = tl.load(cache_positions + row).to(tl.int64)
+    source = (row * KV_HEADS + head) * DIM + offs
+    target = ((cache_position // BLOCK) * KV_HEADS + head) * BLOCK * DIM + (cache_position % BLOCK) * DIM + offs
     tl.store(keys + target, tl.load(key + source, mask=inside), mask=inside)
     tl.store(values + target, tl.load(value + source, mask=inside), mask=inside)
 
@@ -156,13 +164,13 @@ def _keep(
 def _gate(both, out, INNER: tl.constexpr, BLOCK: tl.constexpr):
     """silu(first half) · second half, each rounded where the model's own code rounds it."""
     row = tl.program_id(0).to(tl.int64)
-    spots = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = spots < INNER
-    gate = tl.load(both + row * 2 * INNER + spots, mask=inside, other=0.0)
-    up = tl.load(both + row * 2 * INNER + INNER + spots, mask=inside, other=0.0).to(tl.float32)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = offs < INNER
+    gate = tl.load(both + row * 2 * INNER + offs, mask=inside, other=0.0)
+    up = tl.load(both + row * 2 * INNER + INNER + offs, mask=inside, other=0.0).to(tl.float32)
     wide = gate.to(tl.float32)
     opened = (wide / (1 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
-    tl.store(out + row * INNER + spots, (opened * up).to(gate.dtype), mask=inside)
+    tl.store(out + row * INNER + offs, (opened * up).to(gate.dtype), mask=inside)
 
 
 def embed(rows: StepInputs, last: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,8 +206,8 @@ def add_norm(stream: Tensor, delta: Tensor | None, weight: Tensor, eps: float, s
     return out
 
 
-def rotate_and_keep(
-    mixed: Tensor,
+def rotate_and_store(
+    qkv: Tensor,
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
     cosines: Tensor,
@@ -211,16 +219,16 @@ def rotate_and_keep(
 ) -> None:
     """keys, values: one layer's cache [blocks, kv_heads, block, dim]."""
     _, kv_heads, block, dim = keys.shape
-    query_norm, key_norm = norms or (mixed, mixed)
-    launch: Any = _rotate_and_keep[(rows.count, heads + 2 * kv_heads)]
+    query_norm, key_norm = norms or (qkv, qkv)
+    launch: Any = _rotate_and_store[(rows.count, heads + 2 * kv_heads)]
     launch(
-        mixed,
+        qkv,
         query_norm,
         key_norm,
         cosines,
         sines,
         rows.positions,
-        rows.places,
+        rows.cache_positions,
         keys,
         values,
         eps,
@@ -234,11 +242,11 @@ def rotate_and_keep(
     )
 
 
-def keep(key: Tensor, value: Tensor, rows: StepInputs, keys: Tensor, values: Tensor) -> None:
+def store_kv(key: Tensor, value: Tensor, rows: StepInputs, keys: Tensor, values: Tensor) -> None:
     """Writes keys and values [rows, kv_heads, dim] to one layer's cache."""
     _, kv_heads, block, dim = keys.shape
-    launch: Any = _keep[(rows.count, kv_heads)]
-    given = (key.contiguous(), value.contiguous(), rows.places, keys, values)
+    launch: Any = _store_kv[(rows.count, kv_heads)]
+    given = (key.contiguous(), value.contiguous(), rows.cache_positions, keys, values)
     launch(*given, KV_HEADS=kv_heads, DIM=dim, PAD=power(dim), BLOCK=block, num_warps=1)
 
 

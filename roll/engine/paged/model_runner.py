@@ -21,14 +21,14 @@ from transformers import PreTrainedModel
 from roll.engine.paged.decoder import Decoder
 from roll.engine.paged.kv_cache import DecodeMetadata, PagedKVCache, PagedPlan, PrefillMetadata
 from roll.engine.paged.step_inputs import (
-    DRAWS,
     HEADER,
     POSITION,
+    SAMPLES,
     SEED_HIGH,
     SEED_LOW,
     SLOT,
     TEMPERATURE,
-    Sheet,
+    InputTable,
     StepInputs,
     padding,
 )
@@ -41,7 +41,7 @@ _PROMPT_SIZES = (256, 512, 1024, 2048, 4096)
 """Numbers of prompt rows that a graph has besides the rows that sample."""
 _FEW = 64
 """Up to this many rows in total, prompt rows are computed one by one like rows that sample."""
-_STAGES = 4
+_STAGING_BUFFERS = 4
 """Number of pinned staging buffers, used in rotation for inputs."""
 
 
@@ -82,7 +82,7 @@ class ModelRunner:
         self,
         model: PreTrainedModel,
         decoder: Decoder,
-        pages: PagedKVCache,
+        cache: PagedKVCache,
         slots: int,
         width: int,
         stream: torch.cuda.Stream | None,
@@ -90,23 +90,23 @@ class ModelRunner:
         """For `slots` sequences of at most `width` blocks each. On CUDA, graphs are captured on `stream`."""
         self._model = model
         self._decoder = decoder
-        self._pages = pages
+        self._cache = cache
         self._slots = slots
         self._width = width
-        self._device = pages.keys.device
+        self._device = cache.keys.device
         self._last = torch.zeros(slots + 1, dtype=torch.int32, device=self._device)
         """Every slot's last sampled token; the entry after the slots is for padding rows."""
         self._cap = getattr(model.config, "final_logit_softcapping", None)
         self._stream = stream
         self._graphs: dict[int, _Graph] = {}
         self._memory = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
-        self._stages: deque[_StagingBuffer] = deque()
+        self._staging_buffers: deque[_StagingBuffer] = deque()
         self._logits: Tensor | None = None
 
-    def move(self, pages: PagedKVCache, width: int) -> None:
+    def switch_cache(self, cache: PagedKVCache, width: int) -> None:
         """Switches to another cache with the same contents and drops the graphs. No step may be in flight."""
         self._graphs.clear()
-        self._pages, self._width = pages, width
+        self._cache, self._width = cache, width
 
     @property
     def most_prompt_rows(self) -> int:
@@ -120,41 +120,43 @@ class ModelRunner:
             return 1
         from roll.engine.paged import attention_kernels as kernels
 
-        return kernels.tile_rows(int(self._model.config.num_attention_heads), self._pages.keys.shape[2])
+        return kernels.tile_rows(int(self._model.config.num_attention_heads), self._cache.keys.shape[2])
 
     @torch.inference_mode()
-    def fill(self, sheet: Sheet, spans: list[tuple[int, int]], key_places: NDArray[np.int64]) -> None:
+    def prefill(self, table: InputTable, spans: list[tuple[int, int]], key_at: NDArray[np.int64]) -> None:
         """Prefill: computes prompt rows without sampling."""
-        rows = StepInputs(self._to_device(sheet))
-        places = torch.from_numpy(key_places)
+        rows = StepInputs(self._to_device(table))
+        key_at_device = torch.from_numpy(key_at)
         if self._device.type == "cuda":
-            places = places.pin_memory().to(self._device, non_blocking=True)
-        self._hidden(rows, PrefillMetadata(self._pages, rows, spans, places))
+            key_at_device = key_at_device.pin_memory().to(self._device, non_blocking=True)
+        self._hidden(rows, PrefillMetadata(self._cache, rows, spans, key_at_device))
 
     def _hidden(self, rows: StepInputs, plan: PagedPlan) -> Tensor:
         hidden = self._decoder.hidden(rows, self._last, plan)
-        if self._pages.routes is not None:
+        if self._cache.routes is not None:
             routes = self._decoder.routes
             assert routes is not None, "a decoder records what there are pages for"
             if rows.count > len(routes):  # no routes recorded for such a pass; -1 is `free` in any integer type
                 routes = torch.full((rows.count, *routes.shape[1:]), -1, device=self._device)
-            plan.keep_routes(routes[: rows.count])
+            plan.store_routes(routes[: rows.count])
         return hidden
 
     @torch.inference_mode()
-    def sample(self, drawing: Sheet, prompts: Sequence[Sheet], truncated: Mapping[int, SamplingParams]) -> AsyncOutput:
+    def sample(
+        self, decode: InputTable, prompts: Sequence[InputTable], truncated: Mapping[int, SamplingParams]
+    ) -> AsyncOutput:
         """Launches a step: one sampling row per slot, followed by the prompt rows. `truncated` are the rows with top-k or
         top-p, which wait for the device."""
-        count, filling = drawing.shape[1], sum(sheet.shape[1] for sheet in prompts)
+        count, prompt_rows = decode.shape[1], sum(table.shape[1] for table in prompts)
         if self._device.type != "cuda":
-            return self._sample_at_once(np.concatenate([drawing, *prompts], axis=1), truncated)
-        if filling and count + filling > min(_FEW, self._slots):
-            tiles = [padding(sheet, -(-sheet.shape[1] // self.tile) * self.tile, self._slots) for sheet in prompts]
-            graph = self._replay(np.concatenate([padding(drawing, self._slots, self._slots), *tiles], axis=1))
+            return self._sample_at_once(np.concatenate([decode, *prompts], axis=1), truncated)
+        if prompt_rows and count + prompt_rows > min(_FEW, self._slots):
+            tiles = [padding(table, -(-table.shape[1] // self.tile) * self.tile, self._slots) for table in prompts]
+            graph = self._replay(np.concatenate([padding(decode, self._slots, self._slots), *tiles], axis=1))
         else:
-            graph = self._replay(np.concatenate([drawing, *prompts], axis=1))
+            graph = self._replay(np.concatenate([decode, *prompts], axis=1))
         if truncated:
-            self._redraw(graph.logits, graph.results, drawing, truncated)
+            self._resample(graph.logits, graph.results, decode, truncated)
         results = torch.empty(graph.results.shape, dtype=torch.int32, pin_memory=True)
         results.copy_(graph.results, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -162,37 +164,37 @@ class ModelRunner:
         return AsyncOutput(results, min(count, results.shape[1]), done)
 
     @torch.inference_mode()
-    def logits(self, sheet: Sheet) -> Tensor:
+    def logits(self, table: InputTable) -> Tensor:
         """fp32 logits of rows that do not sample, computed the same way as those that do. [rows, vocab]"""
-        count = sheet.shape[1]
-        wide = self._replay(sheet).logits[:count].float()
+        count = table.shape[1]
+        wide = self._replay(table).logits[:count].float()
         return torch.tanh(wide / self._cap) * self._cap if self._cap else wide
 
-    def _replay(self, sheet: Sheet) -> _Graph:
-        size = next(size for size in _sizes(self._slots) if size >= sheet.shape[1])
+    def _replay(self, table: InputTable) -> _Graph:
+        size = next(size for size in _sizes(self._slots) if size >= table.shape[1])
         graph = self._graphs.get(size)
         if graph is None:
             graph = self._graphs[size] = self._capture(size)
-        self._copy_in(padding(sheet, size, self._slots), graph.rows.data)
+        self._copy_in(padding(table, size, self._slots), graph.rows.data)
         graph.graph.replay()
         return graph
 
-    def _copy_in(self, sheet: Sheet, data: Tensor) -> None:
+    def _copy_in(self, table: InputTable, data: Tensor) -> None:
         """Copies the inputs into the first lines of a graph's input table, without waiting."""
-        numbers = sheet.size
-        stage = self._stages.popleft() if len(self._stages) == _STAGES else None
-        if stage is not None:
-            stage.copied.synchronize()
-        if stage is None or stage.memory.numel() < numbers:
+        numbers = table.size
+        buffer = self._staging_buffers.popleft() if len(self._staging_buffers) == _STAGING_BUFFERS else None
+        if buffer is not None:
+            buffer.copied.synchronize()
+        if buffer is None or buffer.memory.numel() < numbers:
             memory = torch.empty(1 << (numbers - 1).bit_length(), dtype=torch.int32, pin_memory=True)
-            stage = _StagingBuffer(memory, torch.cuda.Event())  # type: ignore[no-untyped-call]
-        stage.memory.numpy()[:numbers] = sheet.reshape(-1)
-        data.view(-1)[:numbers].copy_(stage.memory[:numbers], non_blocking=True)
-        stage.copied.record()
-        self._stages.append(stage)
+            buffer = _StagingBuffer(memory, torch.cuda.Event())  # type: ignore[no-untyped-call]
+        buffer.memory.numpy()[:numbers] = table.reshape(-1)
+        data.view(-1)[:numbers].copy_(buffer.memory[:numbers], non_blocking=True)
+        buffer.copied.record()
+        self._staging_buffers.append(buffer)
 
-    def _to_device(self, sheet: Sheet) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(sheet))
+    def _to_device(self, table: InputTable) -> Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(table))
         return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
 
     def _capture(self, size: int) -> _Graph:
@@ -212,10 +214,10 @@ class ModelRunner:
     def _compute(self, rows: StepInputs) -> dict[str, Tensor]:
         from roll.engine.paged import sampling_kernels as kernels
 
-        drawing = min(rows.count, self._slots)
-        hidden = self._hidden(rows, DecodeMetadata(self._pages, rows, drawing))[:drawing]
+        sampling_count = min(rows.count, self._slots)
+        hidden = self._hidden(rows, DecodeMetadata(self._cache, rows, sampling_count))[:sampling_count]
         logits = self._logits_of(hidden)
-        results = torch.empty(2, drawing, dtype=torch.int32, device=self._device)
+        results = torch.empty(2, sampling_count, dtype=torch.int32, device=self._device)
         kernels.sample(logits, rows, self._last, results, self._cap)
         return {"results": results, "logits": logits}
 
@@ -230,28 +232,30 @@ class ModelRunner:
             self._logits = hidden.new_empty(self._slots, output.out_features)
         return torch.mm(hidden, output.weight.t(), out=self._logits[: len(hidden)])
 
-    def _redraw(self, logits: Tensor, results: Tensor, sheet: Sheet, truncated: Mapping[int, SamplingParams]) -> None:
+    def _resample(
+        self, logits: Tensor, results: Tensor, table: InputTable, truncated: Mapping[int, SamplingParams]
+    ) -> None:
         rows = sorted(truncated)
         wide = logits[rows].float()
         if self._cap:
             wide = torch.tanh(wide / self._cap) * self._cap
-        lengths = [int(sheet[POSITION, row]) + 1 for row in rows]
+        lengths = [int(table[POSITION, row]) + 1 for row in rows]
         tokens, log_probs = sample_tokens(wide, list(range(len(rows))), [truncated[row] for row in rows], lengths)
-        drawn = torch.tensor(tokens, dtype=torch.int32, device=self._device)
-        results[0, rows] = drawn
+        sampled = torch.tensor(tokens, dtype=torch.int32, device=self._device)
+        results[0, rows] = sampled
         results[1, rows] = torch.tensor(log_probs, device=self._device).view(torch.int32)
-        self._last[torch.from_numpy(sheet[SLOT, rows].astype(np.int64)).to(self._device)] = drawn
+        self._last[torch.from_numpy(table[SLOT, rows].astype(np.int64)).to(self._device)] = sampled
 
-    def _sample_at_once(self, sheet: Sheet, truncated: Mapping[int, SamplingParams]) -> AsyncOutput:
-        rows = StepInputs(self._to_device(sheet))
-        logits = logits_of(self._model, self._hidden(rows, DecodeMetadata(self._pages, rows)))
-        wanted = np.flatnonzero(sheet[DRAWS])
-        samplings = [truncated.get(int(row)) or _sampling(sheet[:, row]) for row in wanted]
-        tokens, log_probs = sample_tokens(logits, wanted.tolist(), samplings, (sheet[POSITION, wanted] + 1).tolist())
+    def _sample_at_once(self, table: InputTable, truncated: Mapping[int, SamplingParams]) -> AsyncOutput:
+        rows = StepInputs(self._to_device(table))
+        logits = logits_of(self._model, self._hidden(rows, DecodeMetadata(self._cache, rows)))
+        sampling = np.flatnonzero(table[SAMPLES])
+        samplings = [truncated.get(int(row)) or _sampling(table[:, row]) for row in sampling]
+        tokens, log_probs = sample_tokens(logits, sampling.tolist(), samplings, (table[POSITION, sampling] + 1).tolist())
         results = torch.zeros(2, rows.count, dtype=torch.int32)
-        results[0, wanted] = torch.tensor(tokens, dtype=torch.int32)
-        results[1, wanted] = torch.tensor(log_probs, dtype=torch.float32).view(torch.int32)
-        self._last[torch.from_numpy(sheet[SLOT, wanted].astype(np.int64))] = results[0, wanted]
+        results[0, sampling] = torch.tensor(tokens, dtype=torch.int32)
+        results[1, sampling] = torch.tensor(log_probs, dtype=torch.float32).view(torch.int32)
+        self._last[torch.from_numpy(table[SLOT, sampling].astype(np.int64))] = results[0, sampling]
         return AsyncOutput(results, rows.count, None)
 
 

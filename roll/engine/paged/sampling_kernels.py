@@ -16,7 +16,7 @@ VOCAB_BLOCK = 4096
 
 
 @triton.jit
-def _survey(
+def _block_statistics(
     logits,
     temperatures,
     tops,
@@ -31,10 +31,10 @@ def _survey(
     """One program per row and block of the vocabulary: the block's maximum, its index, and Σ exp(z - maximum)."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    spots = block * BLOCK + tl.arange(0, BLOCK)
-    inside = spots < VOCAB
+    offs = block * BLOCK + tl.arange(0, BLOCK)
+    inside = offs < VOCAB
     temperature = tl.load(temperatures + row)
-    values = tl.load(logits + row * VOCAB + spots, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(logits + row * VOCAB + offs, mask=inside, other=0.0).to(tl.float32)
     if CAPPED:
         values = cap * (2 / (1 + tl.exp(-2 * values / cap)) - 1)
     values = tl.where(inside, values / tl.where(temperature > 0, temperature, 1.0), float("-inf"))
@@ -60,12 +60,12 @@ def _choose(
     seeds_high,
     positions,
     slots,
-    draws,
+    samples,
     tops,
     sums,
     likeliest,
     last,
-    drawn,
+    tokens,
     log_probs,
     cap,
     VOCAB: tl.constexpr,
@@ -78,7 +78,7 @@ def _choose(
     to a block, then to a token in it. A row whose logits are NaN gets token -1."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
-    heat = tl.where(temperature > 0, temperature, 1.0)
+    divisor = tl.where(temperature > 0, temperature, 1.0)
     blocks = tl.arange(0, BLOCKS_PAD)
     real = blocks < BLOCKS
     heights = tl.load(tops + row * BLOCKS + blocks, mask=real, other=float("-inf"))
@@ -95,25 +95,25 @@ def _choose(
     reached = tl.cumsum(masses, 0)
     chosen = tl.minimum(tl.sum(((reached <= target) & real).to(tl.int32), 0), BLOCKS - 1)
     before = tl.sum(tl.where(blocks < chosen, masses, 0.0), 0)
-    spots = chosen * BLOCK + tl.arange(0, BLOCK)
-    inside = spots < VOCAB
-    values = tl.load(logits + row * VOCAB + spots, mask=inside, other=0.0).to(tl.float32)
+    offs = chosen * BLOCK + tl.arange(0, BLOCK)
+    inside = offs < VOCAB
+    values = tl.load(logits + row * VOCAB + offs, mask=inside, other=0.0).to(tl.float32)
     if CAPPED:
         values = cap * (2 / (1 + tl.exp(-2 * values / cap)) - 1)
-    weights = tl.where(inside, tl.exp(values / heat - top), 0.0)
+    weights = tl.where(inside, tl.exp(values / divisor - top), 0.0)
     passed = before + tl.cumsum(weights, 0)
-    spot = tl.sum((passed <= target).to(tl.int32), 0)
+    index = tl.sum((passed <= target).to(tl.int32), 0)
     last_real = tl.max(tl.where(weights > 0, tl.arange(0, BLOCK), 0), 0)
-    token = chosen * BLOCK + tl.minimum(spot, last_real)  # rounding may put the target above the block's own sum
+    token = chosen * BLOCK + tl.minimum(index, last_real)  # rounding may put the target above the block's own sum
     greedy = tl.argmax(heights, 0)
     token = tl.where(temperature > 0, token, tl.load(likeliest + row * BLOCKS + greedy))
     logit = tl.load(logits + row * VOCAB + token).to(tl.float32)
     if CAPPED:
         logit = cap * (2 / (1 + tl.exp(-2 * logit / cap)) - 1)
     token = tl.where(mass == mass, token, -1)
-    tl.store(drawn + row, token)
-    tl.store(log_probs + row, logit / heat - top - tl.log(mass))
-    if tl.load(draws + row) > 0:
+    tl.store(tokens + row, token)
+    tl.store(log_probs + row, logit / divisor - top - tl.log(mass))
+    if tl.load(samples + row) > 0:
         tl.store(last + tl.load(slots + row), tl.maximum(token, 0))
 
 
@@ -125,8 +125,8 @@ def sample(logits: Tensor, rows: StepInputs, last: Tensor, out: Tensor, cap: flo
     tops, sums = torch.empty(2, count, blocks, device=logits.device)
     likeliest = torch.empty(count, blocks, dtype=torch.int32, device=logits.device)
     shape = {"VOCAB": vocab, "BLOCKS": blocks, "BLOCK": VOCAB_BLOCK, "CAPPED": bool(cap), "num_warps": 8}
-    survey: Any = _survey[(count, blocks)]
-    survey(logits, rows.temperatures, tops, sums, likeliest, cap or 0.0, **shape)
+    statistics: Any = _block_statistics[(count, blocks)]
+    statistics(logits, rows.temperatures, tops, sums, likeliest, cap or 0.0, **shape)
     choose: Any = _choose[(count,)]
     choose(
         logits,
@@ -135,7 +135,7 @@ def sample(logits: Tensor, rows: StepInputs, last: Tensor, out: Tensor, cap: flo
         rows.seeds_high,
         rows.positions,
         rows.slots,
-        rows.draws,
+        rows.samples,
         tops,
         sums,
         likeliest,

@@ -29,14 +29,14 @@ class PagedSizing:
         self._recorded = recorded
         parameter = next(model.parameters())
         self._shape, self._dtype, self._device = ModelShape.of_model(model), parameter.dtype, parameter.device
-        self._block_bytes = PagedKVCache.bytes_a_block(self._shape, self._dtype, recorded)
+        self._block_bytes = PagedKVCache.bytes_per_block(self._shape, self._dtype, recorded)
         self._context = longest_sequence(model.config)
         self._slots = slots
         self.limit = KVBudget(kv_tokens, self._block_bytes // BLOCK, self._device)
         self._most: int | None = None
         """The limit in tokens as last computed; None before that, and after `reset`."""
 
-    def wanted(self, longest: int) -> int:
+    def required_blocks(self, longest: int) -> int:
         """Number of blocks for requests of up to `longest` tokens."""
         if self.limit.kv_tokens:
             return max(2, self.limit.kv_tokens // BLOCK + 1)
@@ -52,16 +52,16 @@ class PagedSizing:
         """Drops the computed limit: other programs may have allocated memory since."""
         self._most = None
 
-    def beside(self, wanted: int, blocks: int) -> int:
-        """As many of the `wanted` blocks of a larger cache as fit while the cache of `blocks` blocks still exists."""
-        most = min(wanted, self.most_tokens(blocks) // BLOCK + 1)
+    def growable_blocks(self, required: int, blocks: int) -> int:
+        """As many of the `required` blocks of a larger cache as fit while the cache of `blocks` blocks still exists."""
+        most = min(required, self.most_tokens(blocks) // BLOCK + 1)
         if self._device.type != "cuda":
             return most
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self._device)
         return min(most, int(GROWTH_SHARE * free) // self._block_bytes)
 
-    def pages(self, blocks: int) -> PagedKVCache:
+    def make_cache(self, blocks: int) -> PagedKVCache:
         return PagedKVCache(self._shape, blocks, self._dtype, self._device, self._recorded)
 
     def width(self, blocks: int) -> int:

@@ -15,13 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-SLOT, POSITION, TOKEN, PLACE, DRAWS, SEED_LOW, SEED_HIGH, TEMPERATURE = range(8)
+SLOT, POSITION, TOKEN, CACHE_POSITION, SAMPLES, SEED_LOW, SEED_HIGH, TEMPERATURE = range(8)
 HEADER = 8
 """Lines of the table before the block table."""
-LAST_DRAWN = -1
+LAST_SAMPLED = -1
 """Value of TOKEN that stands for the last token its slot sampled."""
 
-Sheet = NDArray[np.int32]
+InputTable = NDArray[np.int32]
 """[HEADER + blocks, rows]"""
 
 
@@ -51,13 +51,13 @@ class StepInputs:
         return self.data[TOKEN]
 
     @property
-    def places(self) -> Tensor:
+    def cache_positions(self) -> Tensor:
         """Cache position: block · BLOCK + offset."""
-        return self.data[PLACE]
+        return self.data[CACHE_POSITION]
 
     @property
-    def draws(self) -> Tensor:
-        return self.data[DRAWS]
+    def samples(self) -> Tensor:
+        return self.data[SAMPLES]
 
     @property
     def seeds_low(self) -> Tensor:
@@ -72,7 +72,7 @@ class StepInputs:
         return self.data[TEMPERATURE].view(torch.float32)
 
     @property
-    def table(self) -> Tensor:
+    def block_table(self) -> Tensor:
         """Block table [blocks, rows]: line i is the block of positions i · BLOCK to (i + 1) · BLOCK - 1."""
         return self.data[HEADER:]
 
@@ -81,11 +81,11 @@ class StepInputs:
         return torch.where(self.tokens < 0, last[self.slots.long()], self.tokens).long()
 
 
-def padding(sheet: Sheet, count: int, slot: int) -> Sheet:
+def padding(table: InputTable, count: int, slot: int) -> InputTable:
     """Pads the inputs to `count` rows. Padding rows belong to no sequence: they write to block 0 and sample nothing."""
-    missing = count - sheet.shape[1]
+    missing = count - table.shape[1]
     if not missing:
-        return sheet
-    filler = np.zeros((sheet.shape[0], missing), np.int32)
+        return table
+    filler = np.zeros((table.shape[0], missing), np.int32)
     filler[SLOT] = slot
-    return np.concatenate([sheet, filler], axis=1)
+    return np.concatenate([table, filler], axis=1)

@@ -195,10 +195,10 @@ def cache_bytes(
     """Bytes per device of keys and values for this many sequences with responses of that length, and at least for the
     longest possible sequence."""
     tokens = max(_LEAST_TOKENS, context, running * min(context, response + _SPARE_PROMPT_TOKENS))
-    return int(_MARGIN * tokens * bytes_a_token(shape, itemsize, tensor_parallel))
+    return int(_MARGIN * tokens * bytes_per_token(shape, itemsize, tensor_parallel))
 
 
-def bytes_a_token(shape: PretrainedConfig, itemsize: int, tensor_parallel: int = 1) -> int:
+def bytes_per_token(shape: PretrainedConfig, itemsize: int, tensor_parallel: int = 1) -> int:
     """Bytes per device of one token's keys and values in all layers; every device has at least one head."""
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads

@@ -75,13 +75,13 @@ class TorchKernels:
         entropy_slopes: Tensor | None,
     ) -> Tensor:
         for rows in _blocks(logits):
-            scaled, heat = _scaled(logits[rows], temperatures[rows], cap), temperatures[rows, None]
-            squeezed = 1 - (scaled * (heat / cap)).square() if cap else None
+            scaled, temperature = _scaled(logits[rows], temperatures[rows], cap), temperatures[rows, None]
+            squeezed = 1 - (scaled * (temperature / cap)).square() if cap else None
             log_p = scaled.sub_(normalisers[rows, None])
             factor = totals[rows, None]
             if entropy_slopes is not None:
                 factor = factor + entropy_slopes[rows, None] * (log_p + entropies[rows, None])
-            gradient = log_p.exp_().mul_(factor / -heat)
+            gradient = log_p.exp_().mul_(factor / -temperature)
             if squeezed is not None:
                 gradient.mul_(squeezed)
             logits[rows] = gradient

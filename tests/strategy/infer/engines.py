@@ -109,11 +109,11 @@ def _paged_strategy() -> Any:
 
 def vllm(dtype: torch.dtype, shape: LlamaConfig) -> InferStrategy:
     from roll.strategy.infer.vllm import VllmStrategy
-    from roll.strategy.infer.vllm_args import bytes_a_token
+    from roll.strategy.infer.vllm_args import bytes_per_token
     from roll.strategy.infer.vllm_engine import VllmSettings
 
     # A small cache, and room for one prompt in a pass, so that requests wait not only for seats.
-    size = MAX_RUNNING * CONTEXT * bytes_a_token(shape, 4)
+    size = MAX_RUNNING * CONTEXT * bytes_per_token(shape, 4)
     cache = {"kv_cache_memory_bytes": size, "max_num_batched_tokens": CONTEXT, "enforce_eager": True}
     memory = {} if DEVICE == "cpu" else {"gpu_memory_utilization": 0.02}
     settings = VllmSettings(

@@ -22,7 +22,7 @@ from roll.strategy.infer.vllm import _Running
 from roll.strategy.infer.vllm_args import (
     OWN,
     argument_names,
-    bytes_a_token,
+    bytes_per_token,
     check_vllm,
     environment,
     length_args,
@@ -131,7 +131,7 @@ def test_the_cache_holds_what_may_run_unless_the_user_says_how_much() -> None:
 
 def test_the_cache_of_an_engine_on_several_devices_is_that_of_one() -> None:
     shape = LlamaConfig(num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, hidden_size=64)
-    sizes = {together: bytes_a_token(shape, 2, together) for together in (1, 2, 4, 8)}
+    sizes = {together: bytes_per_token(shape, 2, together) for together in (1, 2, 4, 8)}
     assert sizes == {1: 4 * 64, 2: 2 * 64, 4: 64, 8: 64}
 
 
