@@ -295,7 +295,7 @@ def plan_error(world: LargeWorld, device: torch.device) -> dict[str, float]:
     group = AloneGroup(mesh, device)
     settings = {"micro_batch_tokens": batch.tokens, "compile": "off", "activation_checkpointing": "on"}
     trainer = sharded_trainer(world.config, group, settings)
-    trainer._spread.share = lambda batch: RankShare(batch)  # type: ignore[method-assign]
+    trainer._split.share = lambda batch: RankShare(batch)  # type: ignore[method-assign]
     optimizer = trainer._optimizer
     assert optimizer is not None
     optimizer._make_state(list(optimizer._masters))  # what is gathered is no number: an update may not be applied

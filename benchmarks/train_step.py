@@ -300,7 +300,7 @@ class Ours:
         self.strategy = SingleStrategy(model, character_tokenizer(), TrainConfig(lr=LR, **settings))
 
     def __str__(self) -> str:
-        return str(self.strategy._passes.budget(self._batch))
+        return str(self.strategy._runner.budget(self._batch))
 
     def log_probs(self) -> None:
         self.strategy.log_probs(self._batch)

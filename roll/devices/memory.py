@@ -38,7 +38,7 @@ from roll.strategy.infer.vllm_args import cache_bytes as vllm_cache
 from roll.strategy.offload import Residency
 from roll.strategy.train.activation_memory import Footprint, PackedSize, Spans
 from roll.strategy.train.layer_wrapping import compiles
-from roll.strategy.train.microbatch_budget import MOMENT_BYTES, Budget, spare
+from roll.strategy.train.microbatch_budget import MOMENT_BYTES, Budget, activation_budget
 from roll.strategy.train.sharded.sizes import ShardSizes, of_rank
 
 RUNTIME = "interpreter and libraries"
@@ -501,7 +501,7 @@ def _spare(
     if not worker.pool.capacity:
         return sys.maxsize
     there = sum(part.bytes for part in resident if (part.worker, part.what) != (worker.name, MOMENTS[work.optimizer]))
-    return spare(footprint, worker.pool.capacity - there, trained, work.optimizer, transient_bytes)
+    return activation_budget(footprint, worker.pool.capacity - there, trained, work.optimizer, transient_bytes)
 
 
 def largest(parts: Iterable[MemoryItem]) -> MemoryItem:

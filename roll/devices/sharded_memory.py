@@ -141,7 +141,7 @@ def _layer_moments(sizes: ShardSizes, footprint: Footprint, size: PackedSize) ->
         # the layer is recomputed, with the rows copied on their way to the experts and back; then, of gate, up,
         # activation and product, only the gradients of gate and up remain, and of the copies the experts' input and its
         # gradient
-        found += [(sizes.before_bytes(item), footprint.dispatching_bytes(size))]
+        found += [(sizes.waiting_bytes(item), footprint.dispatching_bytes(size))]
         return [*found, (first, row * (2 * model.hidden - 2 * model.inner))]
     # the MLP's product is already freed when the gradients of its factors exist
     return [*found, (first, footprint.working_bytes(size) - row * model.inner)]

@@ -47,10 +47,10 @@ def forward_columns(model: PreTrainedModel, ids: Tensor, positions: Tensor, plan
     embedded = decoder.embed_tokens(ids)
     cos, sin = decoder.rotary_emb(embedded, positions[None])
     half = cos.shape[-1] // 2
-    turn = cos[0, :, :half].t().contiguous(), sin[0, :, :half].t().contiguous()  # [dim / 2, rows]
+    rotary = cos[0, :, :half].t().contiguous(), sin[0, :, :half].t().contiguous()  # [dim / 2, rows]
     hidden = embedded.t().contiguous()
     for layer in decoder.layers:
-        _attend(layer.self_attn, _normed(layer.input_layernorm, hidden), hidden, turn, plan)
+        _attend(layer.self_attn, _normed(layer.input_layernorm, hidden), hidden, rotary, plan)
         _gate(layer.mlp, _normed(layer.post_attention_layernorm, hidden), hidden)
     return _normed(decoder.norm, hidden).t()
 
@@ -60,20 +60,20 @@ def column_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     return _product(model.get_output_embeddings(), hidden.t().contiguous()).t().contiguous().float()
 
 
-def _attend(attention: Any, normed: Tensor, hidden: Tensor, turn: tuple[Tensor, Tensor], plan: AttentionPlan) -> None:
+def _attend(attention: Any, normed: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], plan: AttentionPlan) -> None:
     """Adds the attention's output to the hidden state. Queries, keys and values are computed into one buffer."""
     dim, rows = attention.head_dim, normed.shape[1]
     parts = (attention.q_proj, attention.k_proj, attention.v_proj)
     sizes = [part.out_features for part in parts]
-    joint = normed.new_empty(sum(sizes), rows)
-    for part, out in zip(parts, torch.split(joint, sizes), strict=True):
+    qkv = normed.new_empty(sum(sizes), rows)
+    for part, out in zip(parts, torch.split(qkv, sizes), strict=True):
         _product(part, normed, out)
-    heads = joint.view(-1, dim, rows)
-    turning, counts = heads[: sum(sizes[:2]) // dim], [size // dim for size in sizes]
+    heads = qkv.view(-1, dim, rows)
+    rotated, counts = heads[: sum(sizes[:2]) // dim], [size // dim for size in sizes]
     if hasattr(attention, "q_norm"):
-        for norm, part in zip((attention.q_norm, attention.k_norm), torch.split(turning, counts[:2]), strict=True):
+        for norm, part in zip((attention.q_norm, attention.k_norm), torch.split(rotated, counts[:2]), strict=True):
             part.copy_(_normed(norm, part))
-    _rotate(turning, *turn)
+    _rotate(rotated, *rotary)
     query, key, value = torch.split(heads.permute(0, 2, 1).contiguous(), counts)  # [heads, rows, dim]
     attended = plan.attend(attention, query, key, value, attention.scaling)  # [rows, heads, dim]
     _add_product(attention.o_proj, attended.flatten(1).t().contiguous(), hidden)

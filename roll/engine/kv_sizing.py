@@ -35,11 +35,11 @@ class KVBudget:
         self._device = device
         self._free_bytes = free_bytes
 
-    def tokens(self, held: int = 0) -> int:
-        """The limit; `held` is the capacity that the cache has already allocated."""
+    def tokens(self, allocated: int = 0) -> int:
+        """The limit; `allocated` is the capacity that the cache has already allocated."""
         if self.kv_tokens:
             return self.kv_tokens
-        free = self._free_bytes(self._device) // self._token_bytes + held
+        free = self._free_bytes(self._device) // self._token_bytes + allocated
         return max(1, int(self._share * free))
 
     def check(self, request: Request, most: int) -> None:
@@ -93,12 +93,12 @@ class SlotSizing:
     context: int
     layers: int
 
-    def shape(self, longest: int, slots: int, most: int, held: int = 0) -> CacheShape:
+    def shape(self, longest: int, slots: int, most: int, current: int = 0) -> CacheShape:
         """The shape for `slots` requests of up to `longest` tokens, or for as many of them as fit into `most` tokens, but
-        at least one. `held`: the positions of the current slots, which stay if they are long enough."""
+        at least one. `current`: the positions of the current slots, which stay if they are long enough."""
         lasting = most * self.layers // (self.layers + 1)
-        positions = held
-        if longest > held:
+        positions = current
+        if longest > current:
             positions = min(rounded(longest), max(self.context, longest))
             # then no longer than needed, but rounded, so that not every request changes the length
             if slots * positions > lasting:
@@ -112,44 +112,46 @@ class SlotSizing:
         """The largest number of tokens allocated at any moment while the contents of one cache are copied to another."""
         return max(old.tokens + -(-new.tokens // self.layers), new.tokens + -(-old.tokens // self.layers))
 
-    def fitted(
-        self, held: CacheShape, running: Sequence[int], waiting: Sequence[int], kept: int, most: int
+    def choose(
+        self, current: CacheShape, running: Sequence[int], waiting: Sequence[int], prefixes: int, most: int
     ) -> tuple[CacheShape, int]:
         """The shape to use now, and how many of the waiting requests, in order, get a slot in it. `running`, `waiting`:
-        tokens that requests may need; `kept`: slots with reusable prefixes of finished sequences."""
-        shape, fit, longest = held, 0, max(running, default=0)
+        tokens that requests may need; `prefixes`: slots with reusable prefixes of finished sequences."""
+        shape, fit, longest = current, 0, max(running, default=0)
         for tokens in waiting:
             longest = max(longest, tokens)
-            found = self._reached(held, longest, len(running) + fit + 1, kept, most, moving=bool(running))
+            found = self._reachable(current, longest, len(running) + fit + 1, prefixes, most, moving=bool(running))
             if found is None:
                 break
             shape, fit = found, fit + 1
         return shape, fit
 
-    def _reached(
-        self, held: CacheShape, longest: int, slots: int, kept: int, most: int, moving: bool
+    def _reachable(
+        self, current: CacheShape, longest: int, slots: int, prefixes: int, most: int, moving: bool
     ) -> CacheShape | None:
         """The best shape with `slots` slots that is reachable now. `moving`: running sequences must be copied."""
         if slots > self.slots:
             return None
-        ample = min(self.slots, 1 << (slots + kept - 1).bit_length())
-        longer = self.shape(longest, ample, most, held.positions)
-        if longest > held.positions:
+        ample = min(self.slots, 1 << (slots + prefixes - 1).bit_length())
+        longer = self.shape(longest, ample, most, current.positions)
+        if longest > current.positions:
             options = [longer, self.shape(longest, slots, most)]
         else:  # only the number of slots may change: for the running requests, or also for kept prefixes
-            grows = slots + kept > held.slots and self._is_worth(held, longest, most, held.positions)
+            grows = slots + prefixes > current.slots and self._is_worth(current, longest, most, current.positions)
             options = [longer] if grows else []
-            if slots <= held.slots:
-                options.append(held)
-            elif self._is_worth(held, longest, most, 0):
+            if slots <= current.slots:
+                options.append(current)
+            elif self._is_worth(current, longest, most, 0):
                 options.append(self.shape(longest, ample, most))
         for shape in options:
-            if shape.slots >= slots and (shape == held or not moving or self.peak(held, shape) <= most):
+            if shape.slots >= slots and (shape == current or not moving or self.peak(current, shape) <= most):
                 return shape
         return None
 
-    def _is_worth(self, held: CacheShape, longest: int, most: int, positions: int) -> bool:
+    def _is_worth(self, current: CacheShape, longest: int, most: int, positions: int) -> bool:
         """Whether the cache could have enough more slots, of these positions or shorter, that copying it is
         worthwhile."""
         could = self.shape(longest, self.slots, most, positions).slots
-        return could > held.slots and (could == self.slots or could >= (GROWTH if positions else TRADE) * held.slots)
+        return could > current.slots and (
+            could == self.slots or could >= (GROWTH if positions else TRADE) * current.slots
+        )

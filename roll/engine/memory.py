@@ -18,7 +18,7 @@ class Container:
     the kernel would drop."""
 
     limit: int
-    held: int
+    used: int
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class _Names:
     """File names of a control group."""
 
     limit: str
-    held: str
+    used: str
     files: str
     """The line of `memory.stat` that counts file cache that was not used recently."""
 
@@ -43,7 +43,7 @@ def free_bytes(device: torch.device) -> int:
 
         free: int = torch.cuda.mem_get_info(device)[0]
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return max(0, min([free_of_machine(), *(each.limit - each.held for each in containers())]))
+    return max(0, min([free_of_machine(), *(each.limit - each.used for each in containers())]))
 
 
 def machine_bytes() -> int:
@@ -92,8 +92,8 @@ def _container(group: Path, names: _Names) -> Container | None:
         # "max", or a number at least as large as the machine's memory
         if not limit.isdigit() or int(limit) >= _all_of_machine():
             return None
-        held = int((group / names.held).read_text())
+        used = int((group / names.used).read_text())
         stat = dict(line.split(maxsplit=1) for line in (group / "memory.stat").read_text().splitlines())
     except OSError:
         return None
-    return Container(int(limit), held - int(stat.get(names.files, 0)))
+    return Container(int(limit), used - int(stat.get(names.files, 0)))

@@ -74,10 +74,10 @@ class ExpertLayers:
         shape, layers = RouteShape.of(model), model.get_decoder().layers
         return None if shape is None else cls(tuple(i for i, layer in enumerate(layers) if routers_of(layer)), shape)
 
-    def routes(self, told: NDArray[Any]) -> Routes:
+    def routes(self, reported: NDArray[Any]) -> Routes:
         """[tokens, all layers, chosen] → the layout of a token log."""
-        own = told[:, list(self.numbers)].reshape(len(told), self.shape.width)
-        return own.astype(routes_type(self.shape.experts))
+        selected = reported[:, list(self.numbers)].reshape(len(reported), self.shape.width)
+        return selected.astype(routes_type(self.shape.experts))
 
 
 def _check_routers(model: nn.Module) -> None:
@@ -96,15 +96,15 @@ def _check_routers(model: nn.Module) -> None:
 def _is_known(router: nn.Module) -> bool:
     """Whether the router's output can be recorded and replayed: runs it on a few rows with random weights."""
     noise = torch.Generator().manual_seed(0)
-    tried: Any = copy.deepcopy(router).to_empty(device="cpu").float().eval()
+    candidate: Any = copy.deepcopy(router).to_empty(device="cpu").float().eval()
     with torch.no_grad():
-        for tensor in chain(tried.parameters(), tried.buffers()):
+        for tensor in chain(candidate.parameters(), candidate.buffers()):
             tensor.normal_(std=0.02, generator=noise) if tensor.is_floating_point() else tensor.zero_()
         try:
-            given = tried(torch.randn(8, tried.weight.shape[1], generator=noise))
-            if not says_choices(tried, given):
+            output = candidate(torch.randn(8, candidate.weight.shape[1], generator=noise))
+            if not says_choices(candidate, output):
                 return False
-            weighing_of(tried, *given)
+            weighing_of(candidate, *output)
         except Exception:  # it has other inputs, or an unknown way to weight experts
             return False
     return True

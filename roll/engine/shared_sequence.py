@@ -51,7 +51,7 @@ class SharedSequence:
         return len(self.ids) < len(self.forced_ids)
 
     @property
-    def drawn(self) -> int:
+    def sampled(self) -> int:
         """Number of tokens sampled in this engine."""
         return max(len(self.ids) - len(self.forced_ids), 0)
 
@@ -60,8 +60,8 @@ class SharedSequence:
         return np.concatenate([self.prompt, np.array(self.ids, np.int32)])[: self.cached]
 
     def completion(self, member: SequenceMember, finish: Finish, routes: Routes | None = None) -> Completion:
-        drawn = self.since(member, 0)
-        return Completion(drawn.id, drawn.ids, drawn.logprobs, drawn.versions, finish, routes)
+        tokens = self.since(member, 0)
+        return Completion(tokens.id, tokens.ids, tokens.logprobs, tokens.versions, finish, routes)
 
     def since(self, member: SequenceMember, start: int) -> Progress:
         first = len(self.forced_ids) + start

@@ -20,7 +20,7 @@ from roll.engine.shared_sequence import SharedSequence
 
 
 @dataclass(eq=False)
-class _Kept:
+class _CachedPrefix:
     slot: int
     sequence: SharedSequence
     tokens: IntArray
@@ -35,49 +35,49 @@ class SlotAllocator:
         self.running: list[SharedSequence] = []
         self._cache = cache
         self._tile = tile
-        self._kept: list[_Kept] = []  # least recently used first
+        self._prefixes: list[_CachedPrefix] = []  # least recently used first
 
     def evict_all(self) -> None:
         """Drops all kept prefixes."""
-        self._kept.clear()
+        self._prefixes.clear()
 
     @property
-    def kept(self) -> int:
+    def cached_prefix_count(self) -> int:
         """Number of slots with kept prefixes."""
-        return len(self._kept)
+        return len(self._prefixes)
 
-    def place(self, fresh: list[SharedSequence], shape: CacheShape) -> int:
+    def admit(self, fresh: list[SharedSequence], shape: CacheShape) -> int:
         """Gives new sequences slots after the running ones, in a cache of this shape, with kept prefixes reused. Returns
         the number of tokens shared."""
-        donors = [self._best_kept(sequence.prompt) for sequence in fresh]
+        donors = [self._best_prefix(sequence.prompt) for sequence in fresh]
         for donor, _ in donors:
             if donor is not None:  # move it to the end, so that it is evicted last
-                self._kept.remove(donor)
-                self._kept.append(donor)
+                self._prefixes.remove(donor)
+                self._prefixes.append(donor)
         if shape != self._cache.shape:
             self._reshape(shape)
-        return sum(self._place(sequence, *donor) for sequence, donor in zip(fresh, donors, strict=True))
+        return sum(self._assign_slot(sequence, *donor) for sequence, donor in zip(fresh, donors, strict=True))
 
     def _reshape(self, shape: CacheShape) -> None:
         """Changes the cache's shape. Kept prefixes are dropped if there are too few slots or the slots are too short."""
-        room = shape.slots - len(self.running)
-        fitting = [kept for kept in self._kept if kept.sequence.cached <= shape.positions]
-        self._kept = fitting[max(len(fitting) - room, 0) :]
+        free = shape.slots - len(self.running)
+        fitting = [prefix for prefix in self._prefixes if prefix.sequence.cached <= shape.positions]
+        self._prefixes = fitting[max(len(fitting) - free, 0) :]
         sources = [(slot, sequence.cached) for slot, sequence in enumerate(self.running)]
-        sources += [(kept.slot, kept.sequence.cached) for kept in self._kept]
+        sources += [(prefix.slot, prefix.sequence.cached) for prefix in self._prefixes]
         self._cache.reshape(shape, sources)
-        for slot, kept in enumerate(self._kept, len(self.running)):
-            kept.slot = slot
+        for slot, prefix in enumerate(self._prefixes, len(self.running)):
+            prefix.slot = slot
 
-    def _place(self, sequence: SharedSequence, donor: _Kept | None, shared: int) -> int:
+    def _assign_slot(self, sequence: SharedSequence, donor: _CachedPrefix | None, shared: int) -> int:
         slot = len(self.running)
-        if donor is None or donor not in self._kept:
-            self._clear(slot)
+        if donor is None or donor not in self._prefixes:
+            self._free_slot(slot)
             shared = 0
-        elif shared == len(donor.tokens) or len(self.running) + len(self._kept) == self._cache.shape.slots:
-            self._bring(donor, slot)
+        elif shared == len(donor.tokens) or len(self.running) + len(self._prefixes) == self._cache.shape.slots:
+            self._move_prefix(donor, slot)
         else:
-            self._clear(slot)
+            self._free_slot(slot)
             self._cache.copy(donor.slot, slot, shared)
         if donor is not None:
             _begin(sequence, donor.sequence, shared)
@@ -86,7 +86,7 @@ class SlotAllocator:
 
     def fork(self, slot: int, copied: SharedSequence) -> None:
         """Puts a copy of a running sequence into a slot of its own."""
-        self._clear(len(self.running))
+        self._free_slot(len(self.running))
         self._cache.copy(slot, len(self.running), copied.cached)
         self.running.append(copied)
 
@@ -94,21 +94,21 @@ class SlotAllocator:
         """Copies the longest prefix that another running sequence of the same weights has. Returns the number of tokens
         gained."""
         sequence = self.running[slot]
-        best, most = sequence, sequence.cached
+        best, longest = sequence, sequence.cached
         source = slot
         for other, donor in enumerate(self.running):
             if donor.version == sequence.version and donor.cached and donor is not sequence:
-                shared = self._shareable(donor, donor.prompt[: donor.cached], sequence.prompt, most)
-                if shared > most:
-                    source, best, most = other, donor, shared
+                shared = self._shareable(donor, donor.prompt[: donor.cached], sequence.prompt, longest)
+                if shared > longest:
+                    source, best, longest = other, donor, shared
         if best is sequence:
             return 0
-        gained = most - sequence.cached
-        self._cache.copy(source, slot, most)
-        _begin(sequence, best, most)
+        gained = longest - sequence.cached
+        self._cache.copy(source, slot, longest)
+        _begin(sequence, best, longest)
         return gained
 
-    def retire(self, slot: int, keep: bool) -> None:
+    def retire(self, slot: int, cache_prefix: bool) -> None:
         """Removes a sequence from the running ones. The last running one takes its slot, so that there is no hole."""
         last = len(self.running) - 1
         ended = self.running[slot]
@@ -117,16 +117,16 @@ class SlotAllocator:
             self.running[slot] = self.running[last]
         self.running.pop()
         tokens = ended.prompt[: ended.cached] if self._tile > 1 else ended.cached_tokens
-        if keep and len(tokens):
-            self._kept.append(_Kept(last, ended, tokens))
+        if cache_prefix and len(tokens):
+            self._prefixes.append(_CachedPrefix(last, ended, tokens))
 
-    def _best_kept(self, prompt: IntArray) -> tuple[_Kept | None, int]:
-        best, most = None, 0
-        for kept in self._kept:
-            shared = self._shareable(kept.sequence, kept.tokens, prompt, most)
-            if shared > most:
-                best, most = kept, shared
-        return best, most
+    def _best_prefix(self, prompt: IntArray) -> tuple[_CachedPrefix | None, int]:
+        best, longest = None, 0
+        for prefix in self._prefixes:
+            shared = self._shareable(prefix.sequence, prefix.tokens, prompt, longest)
+            if shared > longest:
+                best, longest = prefix, shared
+        return best, longest
 
     def _shareable(self, donor: SharedSequence, tokens: IntArray, prompt: IntArray, above: int) -> int:
         """How many positions of the donor a sequence with this prompt can reuse; 0 if not more than `above`. The last
@@ -139,29 +139,29 @@ class SlotAllocator:
         same = min(same, len(prompt) - 1)
         return same - same % self._tile
 
-    def _clear(self, slot: int) -> None:
+    def _free_slot(self, slot: int) -> None:
         """Frees a slot: a prefix kept there moves to a free slot, or to that of the least recently used prefix, which is
         dropped."""
-        there = next((kept for kept in self._kept if kept.slot == slot), None)
-        if there is None:
+        occupant = next((prefix for prefix in self._prefixes if prefix.slot == slot), None)
+        if occupant is None:
             return
-        taken = {kept.slot for kept in self._kept}
+        taken = {prefix.slot for prefix in self._prefixes}
         free = next((s for s in range(slot + 1, self._cache.shape.slots) if s not in taken), None)
         if free is None:
-            free = self._kept.pop(0).slot
+            free = self._prefixes.pop(0).slot
         if free != slot:
-            self._cache.copy(slot, free, there.sequence.cached)
-            there.slot = free
+            self._cache.copy(slot, free, occupant.sequence.cached)
+            occupant.slot = free
 
-    def _bring(self, donor: _Kept, slot: int) -> None:
+    def _move_prefix(self, donor: _CachedPrefix, slot: int) -> None:
         """Moves a kept prefix into the slot of a new sequence; a prefix kept there moves to the other slot."""
-        there = next((kept for kept in self._kept if kept.slot == slot), None)
-        if there is None:
+        occupant = next((prefix for prefix in self._prefixes if prefix.slot == slot), None)
+        if occupant is None:
             self._cache.copy(donor.slot, slot, donor.sequence.cached)
-        elif there is not donor:
-            self._cache.swap(donor.slot, slot, donor.sequence.cached, there.sequence.cached)
-            there.slot = donor.slot
-        self._kept.remove(donor)
+        elif occupant is not donor:
+            self._cache.swap(donor.slot, slot, donor.sequence.cached, occupant.sequence.cached)
+            occupant.slot = donor.slot
+        self._prefixes.remove(donor)
 
 
 def _begin(sequence: SharedSequence, donor: SharedSequence, shared: int) -> None:

@@ -101,10 +101,10 @@ class SlotEngine:
         self._sizing = SlotSizing(max_running, self.context, len(self._cache.layers))
         self._slots = SlotAllocator(self._cache, EXACT_ROWS if exact else 1)
         self._waiting: deque[Request] = deque()
-        self._stuck: tuple[str, int] | None = None
+        self._blocked: tuple[str, int] | None = None
         """The first waiting request and the number of running ones, if that request cannot get a slot while that many
         run."""
-        self._beginning: list[SharedSequence] = []  # sequences with unfinished prefill, oldest first
+        self._prefilling: list[SharedSequence] = []  # sequences with unfinished prefill, oldest first
         self._ids: set[str] = set()
         self._generated = self._computed = self._shared = self._decoded = self._steps = 0
 
@@ -147,17 +147,17 @@ class SlotEngine:
             for member in sequence.members:
                 if member.request.id == id:
                     completion = self._completion(slot, member, "abort")
-                    self._leave(slot, member)
+                    self._remove(slot, member)
                     return completion
         return None
 
-    def progress(self, heard: Mapping[str, int]) -> list[Progress]:
-        """New tokens of running requests. `heard` is the number of tokens already reported per request id."""
+    def progress(self, reported: Mapping[str, int]) -> list[Progress]:
+        """New tokens of running requests. `reported` is the number of tokens already reported per request id."""
         found: list[Progress] = []
         for sequence in self._slots.running:
             for member in sequence.members:
-                start = heard.get(member.request.id, 0)
-                if sequence.drawn > start:
+                start = reported.get(member.request.id, 0)
+                if sequence.sampled > start:
                     found.append(sequence.since(member, start))
         return found
 
@@ -216,32 +216,34 @@ class SlotEngine:
         fresh: dict[tuple[bytes, tuple[int, ...]], SharedSequence] = {}
         for _ in range(count):
             request = self._waiting.popleft()
-            prompt, said = (request.prompt, tuple(request.response_ids.tolist())) if self._exact else (request.ids, ())
-            key = prompt.astype(np.int64).tobytes(), said
+            prompt, response = (
+                (request.prompt, tuple(request.response_ids.tolist())) if self._exact else (request.ids, ())
+            )
+            key = prompt.astype(np.int64).tobytes(), response
             sequence = fresh.get(key)
             if sequence is None:
-                sequence = fresh[key] = SharedSequence(prompt, [], self.version, forced_ids=said)
+                sequence = fresh[key] = SharedSequence(prompt, [], self.version, forced_ids=response)
             else:
                 self._shared += len(request.ids)
             sequence.members.append(SequenceMember(request))
-        self._shared += self._slots.place(list(fresh.values()), shape)
-        self._beginning += fresh.values()
+        self._shared += self._slots.admit(list(fresh.values()), shape)
+        self._prefilling += fresh.values()
 
     def _needed_cache(self) -> tuple[CacheShape, int]:
         """The cache shape to use now, and how many waiting requests, oldest first, get a slot in it. Every request counts
         as one slot, even if it shares a sequence: it may sample a different token and then needs its own."""
-        held, kept = self._cache.shape, self._slots.kept
+        current, prefixes = self._cache.shape, self._slots.cached_prefix_count
         running = [member.request.tokens for sequence in self._slots.running for member in sequence.members]
-        if self._stuck == (self._waiting[0].id, len(running)):
-            return held, 0
+        if self._blocked == (self._waiting[0].id, len(running)):
+            return current, 0
         waiting = [request.tokens for request in islice(self._waiting, self._max_running - len(running))]
-        wanted = min(len(running) + len(waiting) + kept, self._max_running)
-        if wanted <= held.slots and max(waiting, default=0) <= held.positions:
-            return held, len(waiting)
-        most = self._limit.tokens(held.tokens)
-        shape, count = self._sizing.fitted(held, running, waiting, kept, most)
-        self._stuck = None if count else (self._waiting[0].id, len(running))
-        if shape != held and self._sizing.peak(held, shape) > most:
+        required = min(len(running) + len(waiting) + prefixes, self._max_running)
+        if required <= current.slots and max(waiting, default=0) <= current.positions:
+            return current, len(waiting)
+        most = self._limit.tokens(current.tokens)
+        shape, count = self._sizing.choose(current, running, waiting, prefixes, most)
+        self._blocked = None if count else (self._waiting[0].id, len(running))
+        if shape != current and self._sizing.peak(current, shape) > most:
             assert not running, "what runs cannot be moved"
             self._slots.evict_all()
             self._cache.release()
@@ -256,29 +258,29 @@ class SlotEngine:
         """Prefills as many prompt tokens as the step's budget allows; the first pass also contains the decode rows.
         Further passes are needed only for prompts that share a prefix with a prompt of an earlier pass."""
         decoding = self._decoding()
-        room = max(PROMPT_ROWS - len(decoding), PROMPT_ROWS // 4)
-        while (chunks := self._chunks(room)) or decoding:
+        budget = max(PROMPT_ROWS - len(decoding), PROMPT_ROWS // 4)
+        while (chunks := self._chunks(budget)) or decoding:
             self._compute(chunks, decoding)
-            room -= sum(chunk.rows for chunk in chunks)
+            budget -= sum(chunk.rows for chunk in chunks)
             decoding = []
 
-    def _chunks(self, room: int) -> list[PrefillChunk]:
+    def _chunks(self, budget: int) -> list[PrefillChunk]:
         """Prompt rows for the next pass, oldest request first. If another sequence in this pass computes a shared prefix,
         the sequence waits for the next pass and copies the prefix then."""
         slots = {id(sequence): slot for slot, sequence in enumerate(self._slots.running)}
         chunks: list[PrefillChunk] = []
-        begun: list[SharedSequence] = []
-        for sequence in self._beginning:
-            if not room or sequence.hidden is not None:
+        started: list[SharedSequence] = []
+        for sequence in self._prefilling:
+            if not budget or sequence.hidden is not None:
                 continue
             slot = slots[id(sequence)]
             self._shared += self._slots.share(slot)
             worth = max(sequence.cached + 1, SHORTEST_SHARED)
-            if sequence.hidden is None and not any(share_prefix(each.prompt, sequence.prompt, worth) for each in begun):
-                rows = min(room, len(sequence.prompt) - sequence.cached)
+            if sequence.hidden is None and not any(share_prefix(each.prompt, sequence.prompt, worth) for each in started):
+                rows = min(budget, len(sequence.prompt) - sequence.cached)
                 chunks.append(PrefillChunk(slot, sequence.cached, rows))
-                begun.append(sequence)
-                room -= rows
+                started.append(sequence)
+                budget -= rows
         return chunks
 
     def _compute_in_tiles(self) -> None:
@@ -335,7 +337,7 @@ class SlotEngine:
     def _sample_rows(self) -> None:
         """Samples a token for every request with a hidden state. A sequence splits if its requests sampled different
         tokens."""
-        self._beginning = [sequence for sequence in self._beginning if sequence.hidden is None]
+        self._prefilling = [sequence for sequence in self._prefilling if sequence.hidden is None]
         for sequence in self._slots.running:
             if sequence.hidden is not None and sequence.repeats:
                 self._append(sequence, sequence.forced_ids[len(sequence.ids)])
@@ -349,20 +351,20 @@ class SlotEngine:
         if self._exact:
             hidden = torch.nn.functional.pad(hidden, (0, 0, 0, EXACT_ROWS - len(slots)))
         logits = self._logits(hidden)
-        drawn = [(row, slot, member) for row, slot in enumerate(slots) for member in running[slot].members]
+        members = [(row, slot, member) for row, slot in enumerate(slots) for member in running[slot].members]
         tokens, logprobs = sample_tokens(
             logits,
-            [row for row, _, _ in drawn],
-            [member.request.sampling for _, _, member in drawn],
-            [running[slot].length for _, slot, _ in drawn],
+            [row for row, _, _ in members],
+            [member.request.sampling for _, _, member in members],
+            [running[slot].length for _, slot, _ in members],
         )
         chosen: dict[int, dict[int, list[SequenceMember]]] = {slot: {} for slot in slots}
-        for (_, slot, member), token, logprob in zip(drawn, tokens, logprobs, strict=True):
+        for (_, slot, member), token, logprob in zip(members, tokens, logprobs, strict=True):
             member.logprobs.append(logprob)
             chosen[slot].setdefault(token, []).append(member)
         for slot, branches in chosen.items():
             self._extend(slot, branches)
-        self._generated += len(drawn)
+        self._generated += len(members)
 
     def _extend(self, slot: int, branches: dict[int, list[SequenceMember]]) -> None:
         """Appends the sampled tokens: the first to the sequence itself, every other one to a copy of it in a new slot."""
@@ -384,11 +386,11 @@ class SlotEngine:
         finished: list[Completion] = []
         for slot in reversed(range(len(self._slots.running))):
             sequence = self._slots.running[slot]
-            for member in list(sequence.members) if sequence.drawn else []:
+            for member in list(sequence.members) if sequence.sampled else []:
                 finish = self._finish_of(sequence, member)
                 if finish is not None:
                     finished.append(self._completion(slot, member, finish))
-                    self._leave(slot, member)
+                    self._remove(slot, member)
         return finished[::-1]
 
     def _completion(self, slot: int, member: SequenceMember, finish: Finish) -> Completion:
@@ -397,19 +399,21 @@ class SlotEngine:
         return sequence.completion(member, finish, routes)
 
     def _finish_of(self, sequence: SharedSequence, member: SequenceMember) -> Finish | None:
-        sampling, said = member.request.sampling, () if sequence.forced_ids else member.request.response_ids
-        if sequence.ids[-1] in sampling.stop_ids or hits_stop_string(self._tokenizer, sequence.ids, sampling.stop, said):
+        sampling, response = member.request.sampling, () if sequence.forced_ids else member.request.response_ids
+        if sequence.ids[-1] in sampling.stop_ids or hits_stop_string(
+            self._tokenizer, sequence.ids, sampling.stop, response
+        ):
             return "stop"
-        return "length" if sequence.drawn >= sampling.max_new_tokens else None
+        return "length" if sequence.sampled >= sampling.max_new_tokens else None
 
     @torch.inference_mode()
-    def _leave(self, slot: int, member: SequenceMember) -> None:
+    def _remove(self, slot: int, member: SequenceMember) -> None:
         """Removes a request. A sequence without requests ends; its slot is kept for prefix reuse if it was computed with
         the current weights only."""
         self._ids.remove(member.request.id)
         sequence = self._slots.running[slot]
         sequence.members.remove(member)
         if not sequence.members:
-            if sequence in self._beginning:
-                self._beginning.remove(sequence)
-            self._slots.retire(slot, keep=sequence.version == self.version)
+            if sequence in self._prefilling:
+                self._prefilling.remove(sequence)
+            self._slots.retire(slot, cache_prefix=sequence.version == self.version)

@@ -13,9 +13,9 @@ _CUT = 3
 
 
 def hits_stop_string(
-    tokenizer: Tokenizer, ids: Sequence[int] | IntArray, stop: Sequence[str], said: Sequence[int] | IntArray = ()
+    tokenizer: Tokenizer, ids: Sequence[int] | IntArray, stop: Sequence[str], earlier: Sequence[int] | IntArray = ()
 ) -> bool:
-    """Whether the last token completed a stop string; `said` are the response's tokens before `ids`.
+    """Whether the last token completed a stop string; `earlier` are the response's tokens before `ids`.
 
     A token has at least one byte, which bounds how many tokens to decode. One more is decoded because some tokenizers
     drop the space before the first. If the first bytes are the rest of a character, some tokenizers do not decode the
@@ -26,7 +26,7 @@ def hits_stop_string(
     longest = max(len(text.encode()) for text in stop) + 1
     last = [int(token) for token in ids[-longest - _CUT :]]
     if missing := longest + _CUT - len(last):
-        last = [*map(int, said[-missing:]), *last]
+        last = [*map(int, earlier[-missing:]), *last]
     for count in range(longest, longest + _CUT + 1):
         tail = tokenizer.decode(last[-count:], clean_up_tokenization_spaces=False)
         if any(text in tail for text in stop):

@@ -8,7 +8,7 @@ from collections import Counter
 from roll.config.errors import RunError
 from roll.pipeline.report import Reporter
 from roll.strategy.train.base import UpdateStats
-from roll.strategy.train.out_of_memory import shrunk
+from roll.strategy.train.out_of_memory import retry_warning
 
 
 class NanGuard:
@@ -21,7 +21,8 @@ class NanGuard:
     def judge(self, step: int, stats: UpdateStats, role: str = "actor_train") -> None:
         """Checks the update of a role in a step."""
         if stats.oom_retries:
-            self._reporter.warned(f"step {step}: {shrunk('train.micro_batch_tokens', stats.micro_batch_tokens)} ({role})")
+            warning = retry_warning("train.micro_batch_tokens", stats.micro_batch_tokens)
+            self._reporter.warned(f"step {step}: {warning} ({role})")
         if not stats.skipped:
             self._in_a_row[role] = 0
             return

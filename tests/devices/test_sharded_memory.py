@@ -25,7 +25,7 @@ from roll.model.loading import load_model_config
 from roll.model.shape import ModelShape
 from roll.strategy.train.activation_memory import PackedSize, Spans
 from roll.strategy.train.layer_wrapping import compiles
-from roll.strategy.train.sharded.sizes import cut_dim, local_numel
+from roll.strategy.train.sharded.sizes import local_numel, shard_dim
 
 GIB = 1 << 30
 DENSE_32B = Qwen3Config(
@@ -94,7 +94,7 @@ def test_layers_that_are_divided_over_tensor_are_not_compiled() -> None:
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.integers(1, 12))
 def test_a_rank_has_room_for_the_largest_part(shape: list[int], shards: int) -> None:
-    dim = cut_dim(shape, shards)
+    dim = shard_dim(shape, shards)
     parts = torch.empty(shape, device="meta").chunk(shards, dim)
     assert local_numel(shape, shards) == max(part.numel() for part in parts)
     if len(shape) == 3 and any(size % shards == 0 for size in shape):

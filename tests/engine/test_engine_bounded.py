@@ -258,18 +258,18 @@ SIZING = SlotSizing(slots=64, context=2048, layers=30)
 
 
 def test_the_example_of_the_docstring() -> None:
-    shape, fit = SIZING.fitted(CacheShape(), [], [100] * 20, 0, 4096)
+    shape, fit = SIZING.choose(CacheShape(), [], [100] * 20, 0, 4096)
     assert (shape, fit) == (CacheShape(32, 112), 20)
-    assert SIZING.fitted(shape, [100] * 3, [1000], 0, 4096) == (shape, 0)
-    assert SIZING.fitted(shape, [100] * 2, [1000], 0, 4096) == (CacheShape(3, 1024), 1)
+    assert SIZING.choose(shape, [100] * 3, [1000], 0, 4096) == (shape, 0)
+    assert SIZING.choose(shape, [100] * 2, [1000], 0, 4096) == (CacheShape(3, 1024), 1)
 
 
 def test_what_runs_is_not_moved_where_memory_has_become_too_short_for_copying_it() -> None:
     held, most = CacheShape(4, 128), 450  # others have taken what it could use when it was made
-    assert SIZING.fitted(held, [100], [200], 0, most) == (held, 0)
-    assert SIZING.fitted(held, [100], [120, 200], 0, most) == (held, 1)
-    assert SIZING.fitted(held, [], [190, 190, 190], 0, most) == (CacheShape(2, 192), 2)
-    assert SIZING.fitted(held, [], [900], 0, most) == (CacheShape(1, 900), 1), (
+    assert SIZING.choose(held, [100], [200], 0, most) == (held, 0)
+    assert SIZING.choose(held, [100], [120, 200], 0, most) == (held, 1)
+    assert SIZING.choose(held, [], [190, 190, 190], 0, most) == (CacheShape(2, 192), 2)
+    assert SIZING.choose(held, [], [900], 0, most) == (CacheShape(1, 900), 1), (
         "it was accepted, and there is nothing else"
     )
 
@@ -277,13 +277,13 @@ def test_what_runs_is_not_moved_where_memory_has_become_too_short_for_copying_it
 def test_copying_must_be_worth_it() -> None:
     """Slots of 256 for up to 200 tokens; with shorter requests there could be more of them, and shorter ones."""
     held, most = CacheShape(30, 256), 31 * 256
-    assert SIZING.fitted(held, [200] * 29, [190] * 9, 0, most) == (held, 1)
-    assert SIZING.fitted(held, [190] * 29, [190] * 9, 0, most) == (held, 1), "40 of 192 are too few more"
-    assert SIZING.fitted(held, [60] * 29, [60] * 3, 0, most) == (CacheShape(32, 64), 3)
-    assert SIZING.fitted(held, [60] * 29, [60] * 40, 0, most) == (CacheShape(64, 64), 35)
-    assert SIZING.fitted(held, [200] * 30, [200] * 3, 0, most + 2 * 256) == (held, 0), "nor are two more"
-    assert SIZING.fitted(held, [200] * 30, [200] * 3, 0, 2 * most) == (CacheShape(60, 256), 3), "memory has become free"
-    assert SIZING.fitted(held, [60] * 29, [60], 20, most) == (held, 1), "nor are slots made shorter for what is kept"
+    assert SIZING.choose(held, [200] * 29, [190] * 9, 0, most) == (held, 1)
+    assert SIZING.choose(held, [190] * 29, [190] * 9, 0, most) == (held, 1), "40 of 192 are too few more"
+    assert SIZING.choose(held, [60] * 29, [60] * 3, 0, most) == (CacheShape(32, 64), 3)
+    assert SIZING.choose(held, [60] * 29, [60] * 40, 0, most) == (CacheShape(64, 64), 35)
+    assert SIZING.choose(held, [200] * 30, [200] * 3, 0, most + 2 * 256) == (held, 0), "nor are two more"
+    assert SIZING.choose(held, [200] * 30, [200] * 3, 0, 2 * most) == (CacheShape(60, 256), 3), "memory has become free"
+    assert SIZING.choose(held, [60] * 29, [60], 20, most) == (held, 1), "nor are slots made shorter for what is kept"
 
 
 @given(
@@ -306,7 +306,7 @@ def test_shapes_hold_what_runs_and_no_more_than_allowed(
         rounds += 1
         assert rounds < 1000
         lengths_now = [tokens for tokens, _ in running]
-        shape, fit = sizing.fitted(held, lengths_now, waiting[: 8 - len(running)], kept, most)
+        shape, fit = sizing.choose(held, lengths_now, waiting[: 8 - len(running)], kept, most)
         assert fit or running or not waiting
         if shape != held:
             assert not running or sizing.peak(held, shape) <= most

@@ -23,8 +23,8 @@ class InferStrategy(Protocol):
         """The requests that finished since the last call. Waits for at least one while any request is submitted."""
         ...
 
-    def progress(self, heard: Mapping[str, int]) -> list[Progress]:
-        """New tokens of running requests. `heard` is the number of tokens already reported per request id."""
+    def progress(self, reported: Mapping[str, int]) -> list[Progress]:
+        """New tokens of running requests. `reported` is the number of tokens already reported per request id."""
         ...
 
     def abort(self, ids: Sequence[str]) -> None:

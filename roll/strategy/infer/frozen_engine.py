@@ -22,7 +22,7 @@ from roll.weight_sync.weights import Weights
 VERSION = 0
 
 
-def as_judged(config: Config) -> Config:
+def judge_config(config: Config) -> Config:
     """The config with the judge in place of the actor."""
     judge = config.roles.judge
     roles = config.roles.model_copy(update={"actor_infer": judge})
@@ -34,8 +34,8 @@ def as_judged(config: Config) -> Config:
 class FrozenEngine:
     """The judge's engine."""
 
-    def __init__(self, place: WorkerPlacement, config: Config) -> None:
-        self._place, self._config = place, as_judged(config)
+    def __init__(self, placement: WorkerPlacement, config: Config) -> None:
+        self._placement, self._config = placement, judge_config(config)
         self._source = find_model(self._config.model.path)
         self._model: PreTrainedModel | None = None
         """The parameters that the embedded engine serves; vLLM has its own."""
@@ -47,12 +47,12 @@ class FrozenEngine:
             running, exact = self._config.rollout.max_running, config.deterministic
             self.strategy = NativeStrategy(tokenizer, max_running=running, exact=exact)
         else:
-            self.strategy = vllm_engine(place, self._config, "judge")
+            self.strategy = vllm_engine(placement, self._config, "judge")
 
     async def start(self) -> None:
         """Loads the weights, verifies them and starts to serve them."""
-        device = self._place.device if self._native else "cpu"
-        dtype = choose_dtype(self._config.model.dtype, self._place.device)
+        device = self._placement.device if self._native else "cpu"
+        dtype = choose_dtype(self._config.model.dtype, self._placement.device)
         model = load_model(self._source, dtype, self._config.seed).to(device).requires_grad_(False)
         await self.strategy.load_weights(_weights(model))
         if self._native:

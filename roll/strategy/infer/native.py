@@ -66,7 +66,7 @@ class NativeStrategy:
         return self._engine
 
     def submit(self, requests: Sequence[Request]) -> None:
-        engine = self.engine if self._running.is_set() else self._present()  # a paused engine may be loading weights
+        engine = self.engine if self._running.is_set() else self._any_engine()  # a paused engine may be loading weights
         for request in requests:
             engine.add(request)
 
@@ -87,12 +87,12 @@ class NativeStrategy:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._running.wait(), _PAUSE_S)
 
-    def progress(self, heard: Mapping[str, int]) -> list[Progress]:
-        return self._engine.progress(heard) if self._engine is not None else []
+    def progress(self, reported: Mapping[str, int]) -> list[Progress]:
+        return self._engine.progress(reported) if self._engine is not None else []
 
     def abort(self, ids: Sequence[str]) -> None:
         for id in ids:
-            completion = self._present().abort(id)
+            completion = self._any_engine().abort(id)
             if completion is not None:
                 self._finished.append(completion)
 
@@ -104,7 +104,7 @@ class NativeStrategy:
     async def resume(self) -> None:
         self._running.set()
 
-    def _present(self) -> SlotEngine | PagedEngine:
+    def _any_engine(self) -> SlotEngine | PagedEngine:
         """The engine, even if its weights are not verified."""
         return self.engine if self._engine is None else self._engine
 

@@ -27,8 +27,8 @@ from types import FrameType
 MARK = "ROLL_VLLM_ENGINE"
 """Environment variable of the engine's processes: the pid of the process that started them and a unique name of the
 engine."""
-_LOOKS = 10
-_LOOK_S = 0.5
+_KILL_ROUNDS = 10
+_KILL_INTERVAL_S = 0.5
 """Repeated, because a process that is killed may just have started another."""
 
 
@@ -53,7 +53,7 @@ def shield_sigint() -> Iterator[None]:
             handler(number, frame)
         raise _Interrupted
 
-    def hear_again() -> None:
+    def unblock() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         done.set()
 
@@ -65,11 +65,11 @@ def shield_sigint() -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             yield
         finally:
-            hear_again()
+            unblock()
             if handles:
                 signal.signal(signal.SIGINT, handler)
     except _Interrupted:  # it comes once, but perhaps in the middle of the lines above
-        hear_again()
+        unblock()
         raise KeyboardInterrupt from None
 
 
@@ -94,7 +94,7 @@ class OrphanReaper:
         self._process.kill()
         # waits: it was killed
         self._process.wait()
-        end(self._mark)
+        kill_marked(self._mark)
 
 
 def _start_tracker() -> None:
@@ -111,22 +111,22 @@ def _start_tracker() -> None:
             os.environ["PYTHONWARNINGS"] = before
 
 
-def end(mark: str) -> None:
-    for place in Path("/proc").glob("[0-9]*"):
+def kill_marked(mark: str) -> None:
+    for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or belongs to another user
-            variables = (place / "environ").read_bytes().split(b"\0")
-            if f"{MARK}={mark}".encode() in variables and int(place.name) != os.getpid():
-                os.kill(int(place.name), signal.SIGKILL)
+            variables = (process / "environ").read_bytes().split(b"\0")
+            if f"{MARK}={mark}".encode() in variables and int(process.name) != os.getpid():
+                os.kill(int(process.name), signal.SIGKILL)
 
 
-def keep(mark: str) -> None:
+def wait_and_kill(mark: str) -> None:
     """Waits until the owner has ended, then kills the engine's processes."""
     with suppress(ProcessLookupError):  # it has ended already
         select.select([os.pidfd_open(int(mark.partition(":")[0]))], [], [])
-    for _ in range(_LOOKS):
-        end(mark)
-        time.sleep(_LOOK_S)
+    for _ in range(_KILL_ROUNDS):
+        kill_marked(mark)
+        time.sleep(_KILL_INTERVAL_S)
 
 
 if __name__ == "__main__":
-    keep(sys.argv[1])
+    wait_and_kill(sys.argv[1])

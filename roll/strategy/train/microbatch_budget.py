@@ -36,31 +36,33 @@ class Budget:
 
 
 def choose(
-    footprint: Footprint, asked_rows: int, checkpointing: Checkpointing, longest: int, spare_bytes: int | None
+    footprint: Footprint, set_rows: int, checkpointing: Checkpointing, longest: int, budget_bytes: int | None
 ) -> Budget:
-    """The limit for samples of up to `longest` tokens. With `asked_rows` 0, as many packed tokens as fit. On a CPU
-    `spare_bytes` is None: free memory is not considered."""
-    asked = {"on": True, "off": False, "auto": None}[checkpointing]
-    whole = footprint.row_bytes(checkpointed=False)
-    if asked_rows or spare_bytes is None:
-        rows = asked_rows or CPU_ROWS
-        fits = spare_bytes is None or max(rows, longest) * whole <= spare_bytes
-        return Budget(rows, asked if asked is not None else not fits)
-    kept = min(spare_bytes // whole, MOST_ROWS)
-    checkpointed = asked if asked is not None else kept < max(FEWEST_ROWS, longest)
-    rows = min(spare_bytes // footprint.row_bytes(checkpointed=checkpointed), MOST_ROWS)
+    """The limit for samples of up to `longest` tokens. With `set_rows` 0, as many packed tokens as fit. On a CPU
+    `budget_bytes` is None: free memory is not considered."""
+    forced = {"on": True, "off": False, "auto": None}[checkpointing]
+    row_bytes = footprint.row_bytes(checkpointed=False)
+    if set_rows or budget_bytes is None:
+        rows = set_rows or CPU_ROWS
+        fits = budget_bytes is None or max(rows, longest) * row_bytes <= budget_bytes
+        return Budget(rows, forced if forced is not None else not fits)
+    fitting = min(budget_bytes // row_bytes, MOST_ROWS)
+    checkpointed = forced if forced is not None else fitting < max(FEWEST_ROWS, longest)
+    rows = min(budget_bytes // footprint.row_bytes(checkpointed=checkpointed), MOST_ROWS)
     return Budget(max(rows, 1), checkpointed)
 
 
-def spare(footprint: Footprint, free_bytes: int, trained: int, optimizer: str, transient_bytes: int = 0) -> int:
+def activation_budget(
+    footprint: Footprint, free_bytes: int, trained: int, optimizer: str, transient_bytes: int = 0
+) -> int:
     """Bytes of a GPU's free memory that activations may take, before the first update of `trained` parameters.
     `transient_bytes` is what a sharded model gathers and reduces in a pass."""
-    to_come = (GRADIENT_BYTES + MOMENT_BYTES[optimizer]) * trained + transient_bytes
+    reserved = (GRADIENT_BYTES + MOMENT_BYTES[optimizer]) * trained + transient_bytes
     logits = 2 * footprint.logits_bytes(footprint.chunk_logits(MOST_ROWS)[0])
-    return max(int(USED_SHARE * free_bytes) - to_come - logits, 0)
+    return max(int(USED_SHARE * free_bytes) - reserved - logits, 0)
 
 
-def spare_of(
+def activation_budget_of(
     model: PreTrainedModel, footprint: Footprint, optimizer: str, device: torch.device, mesh: MeshShape | None = None
 ) -> int | None:
     """Bytes that activations may take on the GPU that computes the model, or a rank's part of it; None on a CPU."""
@@ -72,6 +74,6 @@ def spare_of(
         sizes = ShardSizes.of(model, mesh)
         item = footprint.dtype.itemsize
         transient = sizes.gathered_bytes(item) + sizes.reducing_bytes(item)
-        return spare(footprint, free, sizes.trained, optimizer, transient)
+        return activation_budget(footprint, free, sizes.trained, optimizer, transient)
     trained: int = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return spare(footprint, free, trained, optimizer)
+    return activation_budget(footprint, free, trained, optimizer)

@@ -76,23 +76,23 @@ class Mixture:
             return None
         return RouterStats(self._routers, int((batch.sum_tokens(batch.loss_mask) > 0).sum()), device)
 
-    def pass_over(self, rows: SplitRows, *, replays: bool, stats: RouterStats | None) -> RouterPass | None:
+    def router_pass(self, rows: SplitRows, *, replays: bool, stats: RouterStats | None) -> RouterPass | None:
         """The replayed routes and the balance loss of a pass over these packed tokens. With `stats`, the routers' choices
         are counted."""
         micro, routers, coefficient = rows.micro, self._routers, self._config.router_balance_loss
         if not routers.layers:
             return None
-        asked = RouterPass(routes=self._routes(micro) if replays else None)
+        router_pass = RouterPass(routes=self._routes(micro) if replays else None)
         if stats is not None:
-            asked.uses = micro.uses
+            router_pass.uses = micro.uses
             if micro.samples is not None and coefficient:
                 scale = coefficient / (stats.samples * routers.layers)
-                asked.balance = SampleBalance(micro.samples, scale, rows.sum)
-        return asked
+                router_pass.balance = SampleBalance(micro.samples, scale, rows.sum)
+        return router_pass
 
-    def within(self, asked: RouterPass) -> Within:
+    def within(self, router_pass: RouterPass) -> Within:
         """The context that layers are computed in."""
-        return partial(self._routers.within, asked)
+        return partial(self._routers.within, router_pass)
 
     def end_update(self, stats: RouterStats) -> None:
         """Moves the routers' biases, after an applied update."""
@@ -129,9 +129,9 @@ class RouterStats:
         assert done.uses is not None
         self._sums[2] += done.uses.sum()
 
-    def join(self, spread: WorkSplit) -> None:
+    def join(self, split: WorkSplit) -> None:
         """Adds the statistics of the ranks that have other packed tokens."""
-        whole = spread.sum_rows(torch.cat([self.load.flatten(), self._sums]))
+        whole = split.sum_rows(torch.cat([self.load.flatten(), self._sums]))
         self.load, self._sums = whole[:-3].view_as(self.load), whole[-3:]
 
     def metrics(self) -> dict[str, float]:

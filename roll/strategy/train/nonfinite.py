@@ -26,10 +26,10 @@ class NonFiniteTracker:
         """The ids of samples with a token whose loss or loss gradient is not finite, in batch order."""
         found: set[int] = set()
         for members, sample, losses, slopes in self._seen:
-            sick = ~losses.isfinite()
+            nonfinite = ~losses.isfinite()
             if slopes is not None:
-                sick |= ~slopes.isfinite()
-            found.update(members[torch.unique(sample[sick]).cpu().numpy()].tolist())
+                nonfinite |= ~slopes.isfinite()
+            found.update(members[torch.unique(sample[nonfinite]).cpu().numpy()].tolist())
         return tuple(sample_name(batch, index) for index in sorted(found))
 
 

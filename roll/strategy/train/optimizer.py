@@ -25,7 +25,7 @@ from torch.optim.adamw import adamw
 from roll.config.errors import RunError, UserError
 from roll.config.schema import TrainConfig
 from roll.model.shard_loading import Tensors, copy_from
-from roll.strategy.train.out_of_memory import is_out_of_memory, said_first
+from roll.strategy.train.out_of_memory import error_sentence, is_out_of_memory
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ class MasterAdamW:
                 "more GPUs for the role" if self._sharded else "train.optimizer=adamw_8bit (its moments take a quarter)"
             )
             raise RunError(
-                f"the GPU ran out of memory in the optimizer's step ({said_first(error)}), where micro-batches play no "
-                f"part and weights may have been written already: write {less} or a smaller rollout.kv_cache_tokens, or "
-                "leave the GPU more memory, and resume the run from its last checkpoint"
+                f"the GPU ran out of memory in the optimizer's step ({error_sentence(error)}), where micro-batches play "
+                f"no part and weights may have been written already: write {less} or a smaller rollout.kv_cache_tokens, "
+                "or leave the GPU more memory, and resume the run from its last checkpoint"
             ) from error
 
     def _step(self, step: int, loss: Tensor | None) -> OptimizerStep:
@@ -97,14 +97,14 @@ class MasterAdamW:
         read = torch.stack([norm, norm if loss is None else loss.to(norm)])
         read_norm, read_loss = read.tolist()
         applied = math.isfinite(read_norm) and math.isfinite(read_loss)
-        sick = () if applied else tuple(name for name, slope in slopes.items() if not _is_finite(slope))
+        nonfinite = () if applied else tuple(name for name, slope in slopes.items() if not _is_finite(slope))
         if applied:
             clip(slopes.values(), self._config.clip_grad_norm, norm)
             self._set_lr(learning_rate(self._config, step))
             self._adamw.step()
             self._write_parameters()
         self.zero_grad()
-        return OptimizerStep(read_norm, applied, sick)
+        return OptimizerStep(read_norm, applied, nonfinite)
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients summed so far, by parameter."""
@@ -223,24 +223,24 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     others. A model may be on several meshes."""
     meshes: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
     for gradient in gradients:
-        cut = _cut_over(gradient) if isinstance(gradient, DTensor) else None
-        meshes.setdefault(cut, []).append(_local(gradient))
-    norms = [_summed(nn.utils.get_total_norm(parts), cut) for cut, parts in meshes.items()]
+        mesh_dims = _sharded_over(gradient) if isinstance(gradient, DTensor) else None
+        meshes.setdefault(mesh_dims, []).append(_local(gradient))
+    norms = [_summed(nn.utils.get_total_norm(parts), mesh_dims) for mesh_dims, parts in meshes.items()]
     return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
 
 
-def _cut_over(gradient: DTensor) -> tuple[DeviceMesh, tuple[int, ...]]:
+def _sharded_over(gradient: DTensor) -> tuple[DeviceMesh, tuple[int, ...]]:
     """The mesh, and the dimensions of it over which the tensor is sharded; over the others it is replicated."""
     return gradient.device_mesh, tuple(
         dim for dim, placed in enumerate(gradient.placements) if not isinstance(placed, Replicate)
     )
 
 
-def _summed(norm: Tensor, cut: tuple[DeviceMesh, tuple[int, ...]] | None) -> Tensor:
+def _summed(norm: Tensor, mesh_dims: tuple[DeviceMesh, tuple[int, ...]] | None) -> Tensor:
     """The norm of the whole gradient from that of this rank's shards."""
-    if cut is None:
+    if mesh_dims is None:
         return norm
-    mesh, dims = cut
+    mesh, dims = mesh_dims
     norm = norm.to(mesh.device_type)  # gradients may be in host memory
     for dim in dims:
         if mesh.size(dim) > 1:

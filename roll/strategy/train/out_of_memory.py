@@ -22,22 +22,22 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
 
 
-def said_first(error: BaseException) -> str:
+def error_sentence(error: BaseException) -> str:
     """The error's first sentence: how much was requested, without the advice that follows."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return ". ".join(line.split(". ")[:2]).rstrip(".")
 
 
-def kept_noise(device: torch.device) -> Callable[[], None]:
+def save_rng_state(device: torch.device) -> Callable[[], None]:
     """Returns a function that restores the current random states of host and device, so that a repeated pass applies the
     same dropout."""
-    host = torch.get_rng_state()
-    own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    host_state = torch.get_rng_state()
+    device_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def restore() -> None:
-        torch.set_rng_state(host)
-        if own is not None:
-            torch.cuda.set_rng_state(own, device)
+        torch.set_rng_state(host_state)
+        if device_state is not None:
+            torch.cuda.set_rng_state(device_state, device)
 
     return restore
 
@@ -49,7 +49,7 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def shrunk(setting: str, tokens: int) -> str:
+def retry_warning(setting: str, tokens: int) -> str:
     """The warning about a repeated pass."""
     return (
         f"the GPU ran out of memory: the pass was done again with at most {tokens} tokens in a micro-batch, and all "

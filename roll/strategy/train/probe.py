@@ -20,7 +20,7 @@ class Probe:
         self._model = model
         self.prompt = probe_ids(int(model.config.vocab_size))
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._places: tuple[int, ...] = ()
+        self._addresses: tuple[int, ...] = ()
         """Addresses of the parameters that the graph was captured with."""
         self._inputs: MicroBatch | None = None
         self._result: Tensor | None = None
@@ -30,10 +30,10 @@ class Probe:
         """fp32 log-probs of the prompt's tokens after the first, under the current parameters."""
         if self._model.device.type != "cuda":
             return self._compute(sequence(self.prompt.numpy(), self._model)).cpu()
-        places = tuple(parameter.data_ptr() for parameter in self._model.parameters())
-        if self._graph is None or self._places != places:  # offloading and loading moves the parameters
+        addresses = tuple(parameter.data_ptr() for parameter in self._model.parameters())
+        if self._graph is None or self._addresses != addresses:  # offloading and loading moves the parameters
             self._capture()
-            self._places = places
+            self._addresses = addresses
         assert self._graph is not None
         assert self._result is not None
         self._graph.replay()

@@ -30,11 +30,11 @@ class RewardModelTrainer:
     """The computation of a reward-model strategy. The strategy that inherits from it decides where parameters are
     stored."""
 
-    def __init__(self, model: PreTrainedModel, spread: WorkSplit, passes: ForwardRunner, *, exact: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, split: WorkSplit, runner: ForwardRunner, *, exact: bool = False) -> None:
         """`model` is a decoder with a head `score` of one output."""
         self.model = model
         self._head: nn.Module = model.score
-        self._spread, self._passes, self._exact = spread, passes, exact
+        self._split, self._runner, self._exact = split, runner, exact
 
     def scores(self, conversations: Sequence[IntArray]) -> FloatArray:
         """fp32 scores, one per conversation, each of at least two tokens."""
@@ -45,25 +45,25 @@ class RewardModelTrainer:
     @torch.no_grad()
     def _scores(self, conversations: Sequence[IntArray]) -> FloatArray:
         batch = _batch([as_read(ids, self.model.config) for ids in conversations])
-        self._passes.prepare(batch)
-        result = self._passes.attempt(batch, lambda: self._all_scores(batch))
-        self._passes.warn_of_retries()
+        self._runner.prepare(batch)
+        result = self._runner.attempt(batch, lambda: self._all_scores(batch))
+        self._runner.warn_of_retries()
         return result
 
     def _all_scores(self, batch: Batch) -> FloatArray:
-        result, share = np.zeros(len(batch), np.float32), self._spread.share(batch)
+        result, share = np.zeros(len(batch), np.float32), self._split.share(batch)
         members = np.arange(len(batch)) if share.samples is None else share.samples
-        for micro, real in self._spread.in_step(self._passes.over(share.batch)):
-            found = self._spread.forward(partial(self._read, micro))
+        for micro, real in self._split.in_lockstep(self._runner.over(share.batch)):
+            found = self._split.forward(partial(self._read, micro))
             if real:
                 result[members[micro.members]] = found.cpu().numpy()
-        if self._spread.ranks == 1:
+        if self._split.ranks == 1:
             return result
-        return np.asarray(self._spread.sum(torch.from_numpy(result).to(self._spread.device)).cpu().numpy(), np.float32)
+        return np.asarray(self._split.sum(torch.from_numpy(result).to(self._split.device)).cpu().numpy(), np.float32)
 
     def _read(self, micro: MicroBatch) -> Tensor:
-        rows = self._spread.rows(micro)
-        scores: Tensor = self._head(rows.ends(self._passes.hidden(rows.micro)))[:, 0].float()
+        rows = self._split.rows(micro)
+        scores: Tensor = self._head(rows.ends(self._runner.hidden(rows.micro)))[:, 0].float()
         return scores
 
 
@@ -71,8 +71,8 @@ class RewardModelStrategy(RewardModelTrainer):
     """A reward model in one process on one device."""
 
     def __init__(self, model: PreTrainedModel, config: TrainConfig, *, exact: bool = False) -> None:
-        passes = ForwardRunner(model, config, setting=SETTING)
-        super().__init__(model, OneProcess(model.device), passes, exact=exact)
+        runner = ForwardRunner(model, config, setting=SETTING)
+        super().__init__(model, OneProcess(model.device), runner, exact=exact)
         self._offloader = TensorOffloader(model.device)
 
     def set_residency(self, level: Residency) -> None:
@@ -88,6 +88,6 @@ def _batch(conversations: Sequence[IntArray]) -> Batch:
     offsets = np.cumsum([0, *map(len, conversations)])
     mask = np.zeros(offsets[-1], np.bool_)
     mask[offsets[1:] - 1] = True
-    heat, group = np.ones(len(conversations), np.float32), np.arange(len(conversations))
+    temperature, group = np.ones(len(conversations), np.float32), np.arange(len(conversations))
     ids = np.concatenate(conversations).astype(np.int32)
-    return Batch(offsets, {"ids": ids, "loss_mask": mask, "temperature": heat, "group": group})
+    return Batch(offsets, {"ids": ids, "loss_mask": mask, "temperature": temperature, "group": group})

@@ -66,7 +66,7 @@ class SingleStrategy(PolicyTrainer):
                 self.model.save_pretrained(folder / "model", max_shard_size="1TB")  # one file, whatever the size
         self._tokenizer.save_pretrained(folder / "model")
         self._optimizer.save(folder / OPTIMIZER_FILE)
-        self._passes.save(folder)
+        self._runner.save(folder)
 
     def saved(self) -> dict[str, str]:
         return {}
@@ -77,7 +77,7 @@ class SingleStrategy(PolicyTrainer):
         if self._adapters is not None:
             self._adapters.check_base(folder / "model")
         load_state(folder, self._optimizer, lambda parameters: self._load_model(folder / "model", parameters))
-        self._passes.load(folder)
+        self._runner.load(folder)
 
     def close(self) -> None:
         """There is nothing to free: all tensors belong to this process."""

@@ -72,7 +72,7 @@ class WorkSplit(Protocol):
 
     def share(self, batch: Batch) -> RankShare: ...
 
-    def in_step(self, micros: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
+    def in_lockstep(self, micros: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
         """The micro-batches, each with whether it is one of this process's own. A rank with fewer micro-batches than
         another continues with dummy ones that do not count, so that all make the same number of passes."""
         ...
@@ -123,7 +123,7 @@ class OneProcess:
     def share(self, batch: Batch) -> RankShare:
         return RankShare(batch)
 
-    def in_step(self, micros: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
+    def in_lockstep(self, micros: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
         return ((micro, True) for micro in micros)
 
     def forward(self, run: Callable[[], T]) -> T:

@@ -20,7 +20,7 @@ from roll.engine.request import Request, SamplingParams
 from roll.engine.routes import ExpertLayers
 from roll.strategy.infer.vllm import _Running
 from roll.strategy.infer.vllm_args import (
-    OWN,
+    SET_BY_ROLL,
     argument_names,
     bytes_per_token,
     check_vllm,
@@ -88,7 +88,7 @@ def test_an_argument_that_vllm_does_not_have_is_refused_with_the_nearest(pretend
         check_vllm(config({"quantisation": "fp8"}))
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", SET_BY_ROLL)
 def test_an_argument_that_is_rolls_to_set_is_refused_with_what_to_write(pretended: None, name: str) -> None:
     with pytest.raises(UserError, match=rf"engine_args\.{name} is set by ROLL: .+"):
         check_vllm(config({name: 1}))
@@ -180,7 +180,7 @@ def test_an_engine_started_from_the_controllers_process_sees_its_gpus_alone(monk
 def test_the_arguments_that_roll_sets_are_vllms() -> None:
     known = argument_names()
     assert {"quantization", "max_model_len", "enforce_eager", "kv_cache_memory_bytes"} <= known
-    assert OWN.keys() <= known
+    assert SET_BY_ROLL.keys() <= known
 
 
 MIXTURE = Qwen3MoeConfig(
@@ -217,7 +217,7 @@ def test_what_vllm_tells_of_all_layers_is_cut_to_those_with_experts_and_to_what_
     layers = ExpertLayers.of(MIXTURE)
     assert layers is not None
     running = _Running(Request("a", np.arange(5, dtype=np.int32), SamplingParams(3), routes_from=start))
-    running.ids, running.logprobs, running.versions, running.known = [1, 2, 3], [0.0] * 3, [0] * 3, 3
+    running.ids, running.logprobs, running.versions, running.verified = [1, 2, 3], [0.0] * 3, [0] * 3, 3
     assert running.completion("stop", layers).routes is None, "it was not told"
     whole = np.arange(8 * 4 * 2, dtype=np.uint8).reshape(8, 4, 2)
     assert running.reported_from == min(start, 4)

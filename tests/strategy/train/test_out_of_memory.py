@@ -27,7 +27,7 @@ from roll.model.lora import Adapters
 from roll.model.tiny import character_tokenizer
 from roll.strategy.train.base import UpdateStats
 from roll.strategy.train.microbatch import largest_rows
-from roll.strategy.train.out_of_memory import free_memory, is_out_of_memory, said_first
+from roll.strategy.train.out_of_memory import error_sentence, free_memory, is_out_of_memory
 from roll.strategy.train.packing import pack
 from roll.strategy.train.single import SingleStrategy
 
@@ -94,7 +94,7 @@ def batch_of(groups: int = 6, seed: int = 0) -> Batch:
 
 def cuts(batch: Batch, rows: int) -> int:
     """How many micro-batches an update of one part has."""
-    return len(list(actor(rows)._passes.over(batch)))
+    return len(list(actor(rows)._runner.over(batch)))
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -128,14 +128,14 @@ def test_only_the_part_that_ran_out_is_done_again() -> None:
     counted.log_probs(batch)
     before = passes.passes  # the proximal log-probs come first
     counted.update(batch, LOSS, 0)
-    first = [len(list(actor(2 * ROWS)._passes.over(part))) for part in _halves(batch)]
+    first = [len(list(actor(2 * ROWS)._runner.over(part))) for part in _halves(batch)]
     assert passes.passes == 2 * before + sum(first)
     assert first[1] > 1
     refused = actor(2 * ROWS, **settings)
     seen = Refusals(refused.model, before + first[0] + 1)
     stats = refused.update(batch, LOSS, 0)
     assert (stats.updates, stats.oom_retries, stats.micro_batch_tokens) == (2, 1, ROWS)
-    smaller = len(list(actor(ROWS)._passes.over(_halves(batch)[1])))
+    smaller = len(list(actor(ROWS)._runner.over(_halves(batch)[1])))
     assert seen.passes == before + first[0] + 2 + smaller, "the first update was not done again"
     by_hand = actor(2 * ROWS, **settings)
     ours = batch.with_columns(proximal=by_hand.log_probs(batch))
@@ -157,7 +157,7 @@ def _by_parts(strategy: SingleStrategy, batch: Batch) -> float:
     batch = batch.with_columns(advantages=token_credit(batch, LOSS.credit).advantages)
     one, two = _halves(batch)
     first = strategy._update_once(one, LOSS, 0)
-    strategy._passes._shrink(two, "")
+    strategy._runner._shrink(two, "")
     second = strategy._update_once(two, LOSS, 0)
     tokens = [int(part.loss_mask.sum()) for part in (one, two)]
     return (tokens[0] * first.loss + tokens[1] * second.loss) / sum(tokens)
@@ -340,19 +340,19 @@ def test_errors_of_a_full_device_are_recognised(error: Exception, wanted: bool) 
 
 
 def test_what_was_said_is_short() -> None:
-    assert said_first(torch.OutOfMemoryError(OOM)) == "CUDA out of memory. Tried to allocate 2.00 GiB"
-    assert said_first(RuntimeError("")) == "RuntimeError"
+    assert error_sentence(torch.OutOfMemoryError(OOM)) == "CUDA out of memory. Tried to allocate 2.00 GiB"
+    assert error_sentence(RuntimeError("")) == "RuntimeError"
 
 
 def test_largest_rows_are_those_of_the_micro_batches() -> None:
     batch = batch_of()
     strategy = actor()
     for rows in (ROWS, 2 * ROWS, 4096):
-        found = max(micro.rows for micro in actor(rows)._passes.over(batch))
+        found = max(micro.rows for micro in actor(rows)._runner.over(batch))
         assert largest_rows(batch, rows) == found
     alone = max(pack([ids]).rows for ids in batch.rows("ids"))
     assert largest_rows(batch, 1) <= alone <= ROWS
-    assert strategy._passes.limit_rows == 0
+    assert strategy._runner.limit_rows == 0
 
 
 @pytest.mark.gpu

@@ -598,7 +598,7 @@ def test_a_gpu_without_room_for_a_sample_is_told_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     batch = make_batch(4)
-    for spare, told in ((1 << 30, False), (1 << 10, True)):
-        monkeypatch.setattr(forward_module, "spare_of", lambda *_, spare=spare: spare)
+    for available, told in ((1 << 30, False), (1 << 10, True)):
+        monkeypatch.setattr(forward_module, "activation_budget_of", lambda *_, available=available: available)
         make_strategy().update(batch, LOSS, 0)
         assert ("trained on one by one" in caplog.text) == told

@@ -61,8 +61,8 @@ def build_sharded(
 ) -> ShardedModel:
     """The model of the files at `source`, or a new one from `seed`, sharded over the group's mesh. With `lora` a policy
     is frozen except for adapters, which are initialised from `seed` with the same values as in a single process."""
-    kept = dtype if purpose in ("frozen", "scorer") or lora is not None else torch.float32
-    model = _empty(source, purpose, kept, seed)
+    parameter_dtype = dtype if purpose in ("frozen", "scorer") or lora is not None else torch.float32
+    model = _empty(source, purpose, parameter_dtype, seed)
     fix_angles(model)
     model.set_attn_implementation(attention.NAME)
     if not attention.takes_plans(model):
@@ -114,8 +114,8 @@ def _with_adapters(model: PreTrainedModel, lora: LoraConfig, source: ModelSource
 def _seen_on_host(model: nn.Module) -> Iterator[None]:
     """While active, parameters without storage appear to be in host memory, each as one expanded number: `peft` creates
     adapters on the device of their layers, and would create them without storage otherwise."""
-    held = [(part, name, p) for part in model.modules() for name, p in part.named_parameters(recurse=False)]
-    empty = [(part, name, parameter) for part, name, parameter in held if parameter.is_meta]
+    parameters = [(part, name, p) for part in model.modules() for name, p in part.named_parameters(recurse=False)]
+    empty = [(part, name, parameter) for part, name, parameter in parameters if parameter.is_meta]
     for part, name, parameter in empty:
         number = torch.zeros((), dtype=parameter.dtype)
         part._parameters[name] = nn.Parameter(number.expand(parameter.shape), requires_grad=False)

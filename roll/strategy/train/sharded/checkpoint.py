@@ -95,22 +95,22 @@ class _Writer(FileSystemWriter):
     sends nothing else to the other ranks."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
-        with _saying_full():
+        with _reporting_full_disk():
             return super().write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        with _saying_full():
+        with _reporting_full_disk():
             super().finish(metadata, results)
 
 
 @contextmanager
-def _saying_full() -> Iterator[None]:
+def _reporting_full_disk() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if (said := full_disk(error)) is None:
+        if (reason := full_disk(error)) is None:
             raise
-        raise RunError(said) from error
+        raise RunError(reason) from error
 
 
 def capture(tensors: Mapping[str, Tensor], group: RankGroup) -> dict[str, Tensor]:
@@ -135,15 +135,15 @@ def _on_host(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return host
     # `from_local` would copy it to the mesh's device type.
-    cut: Tensor = DTensor(host, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    return cut
+    sharded: Tensor = DTensor(host, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return sharded
 
 
 def _failed(error: CheckpointException, folder: Path) -> RunError:
     """The error of a rank as one sentence."""
     rank, (cause, _) = next(iter(sorted(error.failures.items())))
-    said = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
-    failed = RunError(f"cannot write to {folder / SHARDS}: {said} (rank {rank})")
+    reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+    failed = RunError(f"cannot write to {folder / SHARDS}: {reason} (rank {rank})")
     failed.__cause__ = cause if isinstance(cause, Exception) else None
     return failed
 
@@ -154,10 +154,10 @@ def state_of(model: nn.Module, optimizer: MasterAdamW, *, adapters: bool = False
     state = optimizer.state()
     if adapters:
         return state
-    held = model.state_dict(keep_vars=True)
+    tensors = model.state_dict(keep_vars=True)
     trained = {id(tensor) for name, tensor in state.items() if name.startswith(MASTER)}
-    left = {name: tensor for name, tensor in held.items() if id(tensor) not in trained}
-    return state | {f"{FROZEN}{name}": tensor for name, tensor in left.items()}
+    rest = {name: tensor for name, tensor in tensors.items() if id(tensor) not in trained}
+    return state | {f"{FROZEN}{name}": tensor for name, tensor in rest.items()}
 
 
 def save_settings(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> None:
@@ -175,17 +175,17 @@ def save_adapters(adapters: Adapters, dtype: torch.dtype, folder: Path, group: R
     gathers them in full. Every rank calls this."""
     values: dict[str, Tensor] = {}
     for name, parameter in adapters.parameters().items():
-        whole = _put_together(parameter.detach(), group.device)
+        whole = _gathered(parameter.detach(), group.device)
         if group.is_first:
             values[name] = whole.to("cpu", dtype)
     if group.is_first:
         adapters.save(folder, values)
 
 
-def _put_together(tensor: Tensor, device: torch.device) -> Tensor:
+def _gathered(tensor: Tensor, device: torch.device) -> Tensor:
     """The whole tensor, on the device; its shards may be in host memory."""
     if not isinstance(tensor, DTensor):
         return tensor
-    here, cut, size = tensor.to_local().to(device), tensor.placements, tensor.shape
-    whole = DTensor.from_local(here, tensor.device_mesh, cut, run_check=False, shape=size, stride=tensor.stride())
+    here, sharded, size = tensor.to_local().to(device), tensor.placements, tensor.shape
+    whole = DTensor.from_local(here, tensor.device_mesh, sharded, run_check=False, shape=size, stride=tensor.stride())
     return whole.full_tensor()

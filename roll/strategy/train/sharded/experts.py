@@ -84,9 +84,9 @@ def _experts(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) 
         found = _products(module, dispatch.experts, sent, flat[order])
     else:
         found = _exchanged_products(module, dispatch, dispatch.expert, sent, flat)
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
-    summed = (found[back].view(-1, chosen, found.shape[1]) * weights[..., None]).sum(1).to(dtype)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    summed = (found[inverse].view(-1, chosen, found.shape[1]) * weights[..., None]).sum(1).to(dtype)
     return summed if dispatch.tensor is None else _all_rows(summed, rows, dispatch.tensor)
 
 
@@ -98,15 +98,17 @@ def _exchanged_products(
 ) -> Tensor:
     """The expert outputs of rows that are sorted by expert; each is computed by the rank that has the expert."""
     owned, rank, group = dispatch.owned(), mesh.get_local_rank(), mesh.get_group()
-    sending = torch.bincount(flat, minlength=dispatch.experts)
-    coming = sending.new_empty(len(owned) * owned[rank])
-    dist.all_to_all_single(coming, sending, [owned[rank]] * len(owned), owned, group=group)
-    by_rank = torch.stack([part.sum() for part in torch.split(sending, owned)] + list(coming.view(len(owned), -1).sum(1)))
+    to_send = torch.bincount(flat, minlength=dispatch.experts)
+    received = to_send.new_empty(len(owned) * owned[rank])
+    dist.all_to_all_single(received, to_send, [owned[rank]] * len(owned), owned, group=group)
+    by_rank = torch.stack(
+        [part.sum() for part in torch.split(to_send, owned)] + list(received.view(len(owned), -1).sum(1))
+    )
     sizes: list[int] = by_rank.tolist()  # the only synchronisation with the device in this layer
     send, receive = sizes[: len(owned)], sizes[len(owned) :]
     rows: Tensor = _Exchange.apply(sent, send, receive, group)  # type: ignore[no-untyped-call]
     own = torch.arange(owned[rank], device=flat.device).repeat(len(owned))
-    expert = own.repeat_interleave(coming, output_size=len(rows))
+    expert = own.repeat_interleave(received, output_size=len(rows))
     found: Tensor = _Exchange.apply(_products(module, owned[rank], rows, expert), receive, send, group)  # type: ignore[no-untyped-call]
     return found
 
@@ -120,11 +122,11 @@ def _products(module: nn.Module, experts: int, rows: Tensor, expert: Tensor) -> 
         rows, expert = pad(rows, (0, 0, 0, 1)), expert.new_zeros(1)
     kind = "batched_mm" if rows.dtype == torch.float64 else "grouped_mm"  # grouped_mm does not support fp64
     products = ALL_EXPERTS_FUNCTIONS[kind]
-    found: Tensor = products(_Own(module, experts), rows, expert[:, None], rows.new_ones(len(rows), 1))
+    found: Tensor = products(_OwnExperts(module, experts), rows, expert[:, None], rows.new_ones(len(rows), 1))
     return found[:-1] if empty else found
 
 
-class _Own:
+class _OwnExperts:
     """A module of experts that shows only those of this rank."""
 
     def __init__(self, module: nn.Module, experts: int) -> None:

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from roll.config.errors import UserError
 from roll.strategy.train.sharded.experts import split_experts
 from roll.strategy.train.sharded.process_group import Meshes
-from roll.strategy.train.sharded.sizes import cut_dim
+from roll.strategy.train.sharded.sizes import shard_dim
 from roll.strategy.train.sharded.tensor import split_layers
 
 
@@ -66,10 +66,10 @@ def shard(
     size = mesh.shape[-1]
 
     def placement(parameter: nn.Parameter) -> Shard:
-        return Shard(_cut_dim(parameter, size))
+        return Shard(_shard_dim(parameter, size))
 
     def expert_placement(parameter: nn.Parameter) -> Shard:
-        return Shard(_cut_dim(parameter, meshes.expert_cuts.shape[-1]))
+        return Shard(_shard_dim(parameter, meshes.expert_cuts.shape[-1]))
 
     for part in exact:
         fully_shard(part, mesh=mesh, offload_policy=offload)
@@ -104,11 +104,11 @@ def _causal(module: TrainModule) -> PreTrainedModel:
     return found
 
 
-def _cut_dim(parameter: nn.Parameter, size: int) -> int:
+def _shard_dim(parameter: nn.Parameter, size: int) -> int:
     """The dimension in which FSDP shards a parameter over `size` ranks. If `tensor` divides the parameter, it is the
     first one, unless the ranks of one part would then hold different sizes."""
     if not isinstance(parameter, DTensor):
-        return cut_dim(parameter.shape, size)
+        return shard_dim(parameter.shape, size)
     local, divided = parameter.to_local().shape, {each.dim for each in parameter.placements if isinstance(each, Shard)}
     if len(local) > 2:  # experts
         return next((dim for dim in (1, 2) if local[dim] % size == 0), 0)

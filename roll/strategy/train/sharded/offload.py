@@ -46,9 +46,9 @@ class ShardOffload:
     def _move(self, level: Residency, own: Mapping[str, Tensor]) -> None:
         weights = dict(self._module.named_parameters())
         levels: dict[Residency, Mapping[str, Tensor]] = {"none": {}, "weights": weights, "all": {**weights, **own}}
-        coming = levels[level]
-        leaving = {name: tensor for name, tensor in levels["all"].items() if name not in coming}
-        replace_locals(self._module, own, self._to_host(leaving) | self._to_device(coming))
+        resident = levels[level]
+        offloaded = {name: tensor for name, tensor in levels["all"].items() if name not in resident}
+        replace_locals(self._module, own, self._to_host(offloaded) | self._to_device(resident))
 
     def _to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Pinned copies of the local parts of the tensors that are on the device."""
@@ -89,16 +89,16 @@ class PinnedMemory:
 
     def like(self, tensor: Tensor) -> Tensor:
         """Contiguous memory for a tensor of this shape and type."""
-        wanted = tensor.numel() * tensor.element_size()
-        taken = -(-wanted // _ALIGNED) * _ALIGNED
-        which = next((i for i, block in enumerate(self._free) if len(block) >= taken), None)
+        size_bytes = tensor.numel() * tensor.element_size()
+        aligned = -(-size_bytes // _ALIGNED) * _ALIGNED
+        which = next((i for i, block in enumerate(self._free) if len(block) >= aligned), None)
         if which is None:
-            size = max(self._block_bytes, 1 << (taken - 1).bit_length()) if taken else self._block_bytes
+            size = max(self._block_bytes, 1 << (aligned - 1).bit_length()) if aligned else self._block_bytes
             self._free.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
             which = len(self._free) - 1
         block = self._free[which]
-        self._free[which] = block[taken:]
-        return block[:wanted].view(tensor.dtype).view(tensor.shape)
+        self._free[which] = block[aligned:]
+        return block[:size_bytes].view(tensor.dtype).view(tensor.shape)
 
 
 def reshard(module: nn.Module) -> None:

@@ -21,7 +21,7 @@ from roll.model.shape import ModelShape
 from roll.strategy.train.sharded.tensor import divided_dims
 
 
-def cut_dim(shape: Sequence[int], shards: int) -> int:
+def shard_dim(shape: Sequence[int], shards: int) -> int:
     """The dimension along which a parameter is sharded: the first, but for tensors with an expert dimension the first
     that divides evenly. With an uneven split, the fullest rank would hold up to twice its share."""
     even = [dim for dim, size in enumerate(shape) if size % shards == 0]
@@ -32,7 +32,7 @@ def local_numel(shape: Sequence[int], shards: int) -> int:
     """Elements of a rank's shard of a parameter, padding included."""
     if not shape:
         return 1
-    dim = cut_dim(shape, shards)
+    dim = shard_dim(shape, shards)
     return prod(shape) // shape[dim] * ceil(shape[dim] / shards) if shape[dim] else 0
 
 
@@ -85,16 +85,16 @@ class ShardSizes:
 
     def reducing_bytes(self, itemsize: int) -> int:
         """The most unreduced gradients at any moment."""
-        return max(self.before_bytes(itemsize), self.first_bytes(itemsize), self.second_bytes(itemsize))
+        return max(self.waiting_bytes(itemsize), self.first_bytes(itemsize), self.second_bytes(itemsize))
 
-    def before_bytes(self, itemsize: int) -> int:
+    def waiting_bytes(self, itemsize: int) -> int:
         """Unreduced gradients before the backward pass of a layer: the fp32 copy of the following layer (its last unit)
         that is being reduced, and the gradients of the output layer, which wait for the rest of the root."""
         return 4 * (self.layer_trained - self.apart_trained) + itemsize * self.output_trained
 
     def first_bytes(self, itemsize: int) -> int:
         """While the layer's first gradients are computed: those of its experts if they are a unit, else all of them."""
-        return self.before_bytes(itemsize) + itemsize * (self.apart_trained or self.layer_trained)
+        return self.waiting_bytes(itemsize) + itemsize * (self.apart_trained or self.layer_trained)
 
     def second_bytes(self, itemsize: int) -> int:
         """While the gradients of the rest of the layer are computed, if experts are a unit, whose gradients are then

@@ -24,12 +24,12 @@ class ShardedState:
         self,
         sharded: ShardedModel,
         optimizer: MasterAdamW | None,
-        passes: ForwardRunner,
+        runner: ForwardRunner,
         group: RankGroup,
         *,
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        self._sharded, self._optimizer, self._passes, self._group = sharded, optimizer, passes, group
+        self._sharded, self._optimizer, self._runner, self._group = sharded, optimizer, runner, group
         self._tokenizer, self._adapters = tokenizer, sharded.adapters
         self._offload = ShardOffload(sharded.module, group.device)
         self._writer: ShardWriter | None = None
@@ -54,7 +54,7 @@ class ShardedState:
         if self._group.is_first:
             if self._tokenizer is not None:
                 self._tokenizer.save_pretrained(folder / "model")
-            self._passes.save(folder)
+            self._runner.save(folder)
 
     def saved(self) -> dict[str, str]:
         """Waits until this rank has written. Returns the digests of its files by their names in the folder."""
@@ -67,7 +67,7 @@ class ShardedState:
             self._adapters.check_base(folder / "model")
         reshard(self._sharded.module)  # parameters that a forward pass left gathered would keep the old values
         load_state(folder, self._optimizer, lambda parameters: self._load_model(folder, parameters))
-        self._passes.load(folder)
+        self._runner.load(folder)
 
     def _load_model(self, folder: Path, parameters: bool) -> None:
         if self._sharded.value is None and self._adapters is None:

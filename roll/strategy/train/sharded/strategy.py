@@ -60,11 +60,11 @@ class ShardedStrategy(_Rank, PolicyTrainer):
     ) -> None:
         """If the model has adapters, only they are trained and saved. The tokenizer is saved beside the model."""
         model = sharded.model
-        spread = OverRanks(group, sharded.module, model, sharded.dtype)
-        passes = ForwardRunner(model, config, dtype=sharded.dtype, device=group.device, retries=False, group=group)
-        super().__init__(model, config, spread, passes, trainable=trainable, adapters=sharded.adapters)
+        split = OverRanks(group, sharded.module, model, sharded.dtype)
+        runner = ForwardRunner(model, config, dtype=sharded.dtype, device=group.device, retries=False, group=group)
+        super().__init__(model, config, split, runner, trainable=trainable, adapters=sharded.adapters)
         self.group, self._dtype = group, sharded.dtype
-        self._state = ShardedState(sharded, self._optimizer, passes, group, tokenizer=tokenizer)
+        self._state = ShardedState(sharded, self._optimizer, runner, group, tokenizer=tokenizer)
         self._prompt = probe_ids(int(model.config.vocab_size))
 
     def published(self) -> TensorSource:
@@ -81,23 +81,23 @@ class ShardedCritic(_Rank, CriticTrainer):
 
     def __init__(self, sharded: ShardedModel, config: TrainConfig, value_clip: float | None, group: RankGroup) -> None:
         assert sharded.value is not None, "a critic's model has a head of its own"
-        spread = OverRanks(group, sharded.module, sharded.model, sharded.dtype)
-        passes = ForwardRunner(
+        split = OverRanks(group, sharded.module, sharded.model, sharded.dtype)
+        runner = ForwardRunner(
             sharded.model, config, dtype=sharded.dtype, device=group.device, retries=False, group=group
         )
-        super().__init__(sharded.value, config, value_clip, spread, passes)
+        super().__init__(sharded.value, config, value_clip, split, runner)
         self.group = group
-        self._state = ShardedState(sharded, self._optimizer, passes, group)
+        self._state = ShardedState(sharded, self._optimizer, runner, group)
 
 
 class ShardedScorer(_Rank, RewardModelTrainer):
     """A reward model over the ranks of a mesh."""
 
     def __init__(self, sharded: ShardedModel, config: TrainConfig, group: RankGroup, *, exact: bool = False) -> None:
-        spread = OverRanks(group, sharded.module, sharded.model, sharded.dtype)
-        passes = ForwardRunner(
+        split = OverRanks(group, sharded.module, sharded.model, sharded.dtype)
+        runner = ForwardRunner(
             sharded.model, config, setting=SETTING, dtype=sharded.dtype, device=group.device, retries=False, group=group
         )
-        super().__init__(sharded.model, spread, passes, exact=exact)
+        super().__init__(sharded.model, split, runner, exact=exact)
         self.group = group
-        self._state = ShardedState(sharded, None, passes, group)
+        self._state = ShardedState(sharded, None, runner, group)

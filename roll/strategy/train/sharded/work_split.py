@@ -37,11 +37,11 @@ class OverRanks:
     def share(self, batch: Batch) -> RankShare:
         if self.ranks == 1:
             return RankShare(batch, imbalance=0.0)
-        placed = balance(batch, self.ranks, self._shape)
-        own = placed.parts[self.group.data_rank]
-        return RankShare(batch.select(own), batch.token_indices(own), own, placed.imbalance)
+        balanced = balance(batch, self.ranks, self._shape)
+        own = balanced.parts[self.group.data_rank]
+        return RankShare(batch.select(own), batch.token_indices(own), own, balanced.imbalance)
 
-    def in_step(self, micros: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
+    def in_lockstep(self, micros: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
         if self.ranks == 1:
             yield from ((micro, True) for micro in micros)
             return

@@ -59,8 +59,8 @@ def _patches(name: str, group: RankGroup, model: ModelShape) -> list[tuple[Any, 
         "no_forced_sum": [(FSDPModule, "set_force_sum_reduction_for_comms", _nothing)],
         "weights_of_the_part": [(policy, "token_weights", weights_of_the_part)],
         "wrong_precision": [(forward, "micro_batches", _in_single_precision)],
-        "no_idle_passes": [(OverRanks, "in_step", _own_only)],
-        "one_leaves": [(OverRanks, "in_step", _left)],
+        "no_idle_passes": [(OverRanks, "in_lockstep", _own_only)],
+        "one_leaves": [(OverRanks, "in_lockstep", _left)],
     }[name]
 
 

@@ -92,7 +92,7 @@ def test_norms_of_queries_and_keys_have_the_gradients_of_all_micro_batches(layou
     if ranks.shape.tensor == 1 or "qwen3" not in kinds[0]:
         pytest.skip("the layout does not divide heads that have norms")
     job = Job(make_batch(Groups(seed=8, groups=6)), spec_of("clipped", "token_mean"), kinds[0], extra_rows=0)
-    assert len(list(single_trainer(job)._passes.over(job.batch))) > 4
+    assert len(list(single_trainer(job)._runner.over(job.batch))) > 4
     expected = single_update(replace(job, extra_rows=4096)).gradients[0]
     norms = [name for name in expected if "q_norm" in name or "k_norm" in name]
     assert len(norms) == 4

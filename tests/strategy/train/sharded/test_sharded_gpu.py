@@ -145,7 +145,7 @@ def test_in_bf16_it_is_no_further_from_fp32_than_single_is(group: RankGroup, kin
     ours = make_sharded(kind, torch.bfloat16, group, compile=compiled)
     single, found = gradients(rounded, batch), gradients(ours, batch)
     assert 0 < distance(found, exact) < 1.25 * distance(single, exact)
-    assert ours._passes._compiled is (compiled == "on")
+    assert ours._runner._compiled is (compiled == "on")
 
 
 ORDER: tuple[Residency, ...] = ("weights", "none", "all", "none", "weights", "all")
