@@ -37,8 +37,8 @@ def main() -> None:
         for _ in range(args.repeats):
             for name in best:
                 renderer = ChatRenderer(tokenizer, [tokenizer.eos_token_id])
-                assert renderer._each_alone, "the template is not of the kind that this is about"
-                renderer._each_alone = name == "short"
+                assert renderer._renders_independently, "the template is not of the kind that this is about"
+                renderer._renders_independently = name == "short"
                 best[name] = min(best[name], converse(renderer, turns))
         result |= {f"{name}_{turns}_turns_us": 1e6 * seconds for name, seconds in best.items()}
         result[f"whole_of_short_{turns}_turns"] = best["whole"] / best["short"]

@@ -32,8 +32,8 @@ def mean_within(values: Floats, which: Indices) -> Floats:
     counts = np.bincount(which)
     first = np.zeros(len(counts))
     first[which[::-1]] = values[::-1]  # of several assignments to one index the last one stays
-    apart = np.bincount(which, weights=values - first[which]) / np.maximum(counts, 1)
-    return np.asarray((first + apart)[which])
+    mean_difference = np.bincount(which, weights=values - first[which]) / np.maximum(counts, 1)
+    return np.asarray((first + mean_difference)[which])
 
 
 def std_within(values: Floats, which: Indices) -> Floats:
@@ -50,14 +50,14 @@ def leave_one_out(values: Floats, which: Indices) -> Floats:
     return np.asarray(np.where(counts > 1, others / np.maximum(counts - 1, 1), values))
 
 
-def without_noise(centred: Floats, spread: Floats) -> Floats:
+def without_noise(centred: Floats, std: Floats) -> Floats:
     """Sets values without variance to 0."""
-    return np.asarray(np.where(spread > STD_FLOOR, centred, 0.0))
+    return np.asarray(np.where(std > STD_FLOOR, centred, 0.0))
 
 
-def scaled(centred: Floats, spread: Floats) -> Floats:
+def scaled(centred: Floats, std: Floats) -> Floats:
     """centred / spread, and 0 if there is no variance."""
-    return without_noise(centred, spread) / np.maximum(spread, STD_FLOOR)
+    return without_noise(centred, std) / np.maximum(std, STD_FLOOR)
 
 
 def whitened(values: Floats) -> Floats:
@@ -70,8 +70,8 @@ def whitened(values: Floats) -> Floats:
 def group_relative(scores: NDArray[Any], groups: NDArray[Any], scale_by_std: bool) -> Floats:
     """Each score minus its group's mean, optionally divided by the group's standard deviation."""
     values, which = np.asarray(scores, np.float64), index_of(groups)
-    centred, spread = values - mean_within(values, which), std_within(values, which)
-    return scaled(centred, spread) if scale_by_std else without_noise(centred, spread)
+    centred, std = values - mean_within(values, which), std_within(values, which)
+    return scaled(centred, std) if scale_by_std else without_noise(centred, std)
 
 
 def returns_of(rewards: NDArray[Any], offsets: Indices, discount: float) -> Floats:
@@ -87,8 +87,8 @@ def returns_of(rewards: NDArray[Any], offsets: Indices, discount: float) -> Floa
     order = np.argsort(-lengths, kind="stable")
     ends, longest = offsets[1:][order] - 1, lengths[order]
     for back in range(1, int(longest[0]) if len(longest) else 0):
-        spots = ends[: int(np.searchsorted(-longest, -back))] - back
-        sums[spots] += discount * sums[spots + 1]
+        positions = ends[: int(np.searchsorted(-longest, -back))] - back
+        sums[positions] += discount * sums[positions + 1]
     return sums
 
 

@@ -119,7 +119,7 @@ class Algorithm:
         if config.positive_above is not None:
             keep, advantage = scores > config.positive_above, np.ones(len(batch))
         else:
-            advantage = self._one_each(self.relative(batch, scores), len(batch))
+            advantage = self._checked_advantages(self.relative(batch, scores), len(batch))
         batch = batch.with_columns(advantage=advantage)
         if config.turn_weight > 0:
             batch = self._with_turns(batch, advantage)
@@ -129,7 +129,7 @@ class Algorithm:
             keep &= ~too_easy_or_hard(batch["reward"], batch["group"], config.difficulty_range)
         return batch if keep.all() else batch.select(np.flatnonzero(keep))
 
-    def _one_each(self, advantage: Floats, samples: int) -> Floats:
+    def _checked_advantages(self, advantage: Floats, samples: int) -> Floats:
         """The advantages from `relative`, which may be the user's code, checked to be one per sample."""
         given = np.asarray(advantage, np.float64)
         if given.shape != (samples,):
@@ -179,13 +179,13 @@ class Algorithm:
 
     def _moments(self, scores: Floats, domains: Any) -> tuple[Floats, Floats]:
         """For each score, the running mean and standard deviation of its domain, these scores included."""
-        mean, spread = np.zeros(len(scores)), np.zeros(len(scores))
+        mean, std = np.zeros(len(scores)), np.zeros(len(scores))
         for domain in np.unique(domains):
             here = domains == domain
             moments = self._running.of(str(domain))
             moments.add(scores[here])
-            mean[here], spread[here] = moments.mean, moments.std
-        return mean, spread
+            mean[here], std[here] = moments.mean, moments.std
+        return mean, std
 
     def _with_turns(self, batch: Batch, advantage: Floats) -> Batch:
         """Adds to the sample's advantage, for each turn, its return relative to turns that started in the same state."""
@@ -223,12 +223,12 @@ class Algorithm:
 def check_rewards(batch: Batch) -> None:
     """Raises if a reward cannot be compared: its square overflows fp64, and all advantages would be 0 or NaN. In a run
     such a sample has failed before (`roll.data.finite`); a custom loop may pass any value."""
-    sick = np.flatnonzero(~(np.abs(batch["reward"]) <= _COMPARABLE))
-    if len(sick):
-        where = "".join(f" {what} {str(batch[what][sick[0]])!r}" for what in ("task", "sample") if what in batch)
+    invalid = np.flatnonzero(~(np.abs(batch["reward"]) <= _COMPARABLE))
+    if len(invalid):
+        where = "".join(f" {what} {str(batch[what][invalid[0]])!r}" for what in ("task", "sample") if what in batch)
         raise RunError(
-            f"the reward of{where or ' a sample'} is {batch['reward'][sick[0]]:g}, which cannot be compared with others: "
-            f"a reward is from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}, so divide it by its scale"
+            f"the reward of{where or ' a sample'} is {batch['reward'][invalid[0]]:g}, which cannot be compared with "
+            f"others: a reward is from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}, so divide it by its scale"
         )
 
 
@@ -236,11 +236,11 @@ def check_advantages(batch: Batch, name: str) -> None:
     """Raises if the algorithm of this name gave advantages that are not finite in fp32, in which trainers compute: their
     update could only be skipped."""
     with np.errstate(over="ignore"):
-        sick = np.flatnonzero(~np.isfinite(np.asarray(batch["advantage"]).astype(np.float32)))
-    if not len(sick):
+        invalid = np.flatnonzero(~np.isfinite(np.asarray(batch["advantage"]).astype(np.float32)))
+    if not len(invalid):
         return
-    first = int(sick[0])
-    more = f" and to {len(sick) - 1} more" if len(sick) > 1 else ""
+    first = int(invalid[0])
+    more = f" and to {len(invalid) - 1} more" if len(invalid) > 1 else ""
     facts = ", ".join(f"{what} {batch[what][first]:g}" for what in ("reward", "baseline", "kl") if what in batch)
     raise RunError(
         f"algorithm.name {name!r} gave the advantage {batch['advantage'][first]:g} to sample {batch['sample'][first]} of "
@@ -269,8 +269,8 @@ def loss_params(config: AlgorithmConfig) -> dict[str, Any]:
 
 def make_algorithm(config: Config) -> Algorithm:
     """The algorithm a run's configuration names."""
-    longest, own = config.rollout.max_new_tokens, config.algorithm
-    made = Algorithm(own, longest) if ":" not in own.name else _users_algorithm(own, longest, config.root)
+    longest, section = config.rollout.max_new_tokens, config.algorithm
+    made = Algorithm(section, longest) if ":" not in section.name else _users_algorithm(section, longest, config.root)
     made.root = config.root
     made.longest_of = {domain: config.rollout_of(domain).max_new_tokens for domain in config.domains}
     return made

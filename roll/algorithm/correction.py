@@ -17,10 +17,10 @@ from roll.algorithm.kl import bounded_exp
 from roll.algorithm.loss_inputs import CorrectionSpec, LossInputs, sum_within
 
 
-def correction_weight(streams: LossInputs, spec: CorrectionSpec) -> Tensor:
+def correction_weight(inputs: LossInputs, spec: CorrectionSpec) -> Tensor:
     """The importance weight proximal / behaviour of each token, or the product over its turn or sample: capped (truncated
     importance sampling), or 0 outside [low, cap] (masked)."""
-    log_ratio, segments = streams.proximal - streams.behaviour, streams.segments(spec.level)
+    log_ratio, segments = inputs.proximal - inputs.behaviour, inputs.segments(spec.level)
     weight = bounded_exp(log_ratio if segments is None else sum_within(log_ratio, segments))
     if spec.mode == "truncated":
         return weight.clamp(max=spec.cap)
@@ -53,18 +53,18 @@ class Mismatch:
     _sums: dict[str, Tensor | float] = field(default_factory=lambda: defaultdict(float))
 
     @torch.no_grad()
-    def add(self, streams: LossInputs, correction: CorrectionSpec | None) -> None:
-        if not len(streams.current):
+    def add(self, inputs: LossInputs, correction: CorrectionSpec | None) -> None:
+        if not len(inputs.current):
             return
-        gap = streams.proximal - streams.behaviour
+        gap = inputs.proximal - inputs.behaviour
         size, weight = gap.abs(), bounded_exp(gap)
         self.tokens += len(gap)
         self._largest = size.max() if self._largest is None else torch.maximum(self._largest, size.max())
         cut = torch.zeros_like(gap)
         if correction is not None:
-            segments = streams.segments(correction.level)
+            segments = inputs.segments(correction.level)
             whole = weight if segments is None else bounded_exp(sum_within(gap, segments))
-            cut = (correction_weight(streams, correction) != whole).to(gap.dtype)
+            cut = (correction_weight(inputs, correction) != whole).to(gap.dtype)
         terms = {"size": size, "k3": weight - gap - 1, "weight": weight, "square": weight.double() ** 2, "cut": cut}
         for name, values in terms.items():
             self._sums[name] += values.double().sum()

@@ -43,7 +43,7 @@ def token_credit(batch: Batch, spec: CreditSpec) -> TokenCredit:
         values = whitened(values)
     if spec.clip is not None:
         values = np.clip(values, -spec.clip, spec.clip)
-    return TokenCredit(_spread(values, sampled, batch), None if returns is None else _spread(returns, sampled, batch))
+    return TokenCredit(_scatter(values, sampled, batch), None if returns is None else _scatter(returns, sampled, batch))
 
 
 def gae(rewards: Floats, values: Floats, offsets: Indices, discount: float, lam: float) -> tuple[Floats, Floats]:
@@ -60,7 +60,7 @@ def gae(rewards: Floats, values: Floats, offsets: Indices, discount: float, lam:
 def sample_kl(batch: Batch, estimator: Estimator) -> Floats:
     """The KL against the reference, summed over each sample's sampled tokens."""
     sampled = np.flatnonzero(batch.loss_mask)
-    return np.asarray(batch.sum_tokens(_spread(_token_kl(batch, sampled, estimator), sampled, batch)))
+    return np.asarray(batch.sum_tokens(_scatter(_token_kl(batch, sampled, estimator), sampled, batch)))
 
 
 def _of_samples(batch: Batch, sampled: Indices, counts: Indices) -> Floats:
@@ -78,14 +78,14 @@ def _token_rewards(batch: Batch, sampled: Indices, offsets: Indices, spec: Credi
         rewards -= spec.kl_coef * _token_kl(batch, sampled, spec.kl_estimator)
     scores = np.asarray(batch["advantage"], np.float64)
     if spec.kind == "gae" and "turn_reward" in batch:
-        earned = np.asarray(batch["turn_reward"], np.float64)
+        turn_rewards = np.asarray(batch["turn_reward"], np.float64)
         turns = _turns(batch, sampled)
         last_of_turn = np.append(turns[1:] != turns[:-1], True) if len(turns) else np.zeros(0, np.bool_)
-        rewards[last_of_turn] += earned[turns[last_of_turn]]
-        paid = np.zeros(len(batch))
+        rewards[last_of_turn] += turn_rewards[turns[last_of_turn]]
+        paid_rewards = np.zeros(len(batch))
         owner = np.repeat(np.arange(len(batch)), np.diff(batch.turn_offsets))
-        np.add.at(paid, owner[turns[last_of_turn]], earned[turns[last_of_turn]])
-        scores = scores - paid
+        np.add.at(paid_rewards, owner[turns[last_of_turn]], turn_rewards[turns[last_of_turn]])
+        scores = scores - paid_rewards
     has_tokens = np.diff(offsets) > 0
     rewards[offsets[1:][has_tokens] - 1] += scores[has_tokens]
     return rewards
@@ -95,8 +95,8 @@ def _token_kl(batch: Batch, sampled: Indices, estimator: Estimator) -> Floats:
     """From the proximal log-probs if the batch has them (a step with several updates), else from the sampler's."""
     if "ref" not in batch:
         raise ValueError("a KL penalty needs the reference's log-probs: the batch has no column 'ref'")
-    drawn = "proximal" if "proximal" in batch else "behaviour"
-    return kl_estimate(_sampled(batch, drawn, sampled), _sampled(batch, "ref", sampled), estimator)
+    column = "proximal" if "proximal" in batch else "behaviour"
+    return kl_estimate(_sampled(batch, column, sampled), _sampled(batch, "ref", sampled), estimator)
 
 
 def _turns(batch: Batch, sampled: Indices) -> Indices:
@@ -109,7 +109,7 @@ def _sampled(batch: Batch, name: str, sampled: Indices) -> Floats:
     return np.asarray(batch[name][sampled], np.float64)
 
 
-def _spread(values: Floats, sampled: Indices, batch: Batch) -> Floats:
+def _scatter(values: Floats, sampled: Indices, batch: Batch) -> Floats:
     whole = np.zeros(batch.tokens)
     whole[sampled] = values
     return whole

@@ -27,7 +27,7 @@ OF_CRITIC = "critic_"
 """Prefix of all metrics of a critic."""
 
 
-def refuse_taken(names: Iterable[str], taken: Container[str], whose: str) -> None:
+def check_unique(names: Iterable[str], taken: Container[str], whose: str) -> None:
     """Raises if a name is already taken; `whose` names the component in the message."""
     for name in names:
         if name in taken or name.startswith(OF_CRITIC):

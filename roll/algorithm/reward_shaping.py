@@ -20,8 +20,8 @@ def turn_factors(rewards: NDArray[Any], bounds: tuple[float, float] | None, scal
     """Factors for the turn rewards of samples with these rewards, so that each turn keeps its share of a reward that is
     clipped and scaled: turns of 2, 0 and 1 with a clip at 1 become two thirds, 0 and a third."""
     values = np.asarray(rewards, np.float64)
-    kept = values if bounds is None else np.clip(values, *bounds)
-    share = np.divide(kept, values, out=np.ones(len(values)), where=values != 0)
+    clipped = values if bounds is None else np.clip(values, *bounds)
+    share = np.divide(clipped, values, out=np.ones(len(values)), where=values != 0)
     return np.asarray(scale * np.maximum(share, 0.0))
 
 

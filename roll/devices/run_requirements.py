@@ -80,7 +80,7 @@ def sft_job(config: Config, corpus: SFTDataset, order: EpochPermutation) -> RunR
     learned = int(train.loss_mask.sum())
     sizes = (
         ("samples", f"{len(train)} to train on, {0 if held_out is None else len(held_out)} held out"),
-        ("left out", f"{len(corpus.left_out)} too long"),
+        ("left out", f"{len(corpus.skipped)} too long"),
         ("tokens a sample", f"{train.tokens / len(train):.0f} in the mean, up to {corpus.longest_tokens}"),
         ("tokens trained on", f"{learned} of {train.tokens}"),
         ("samples a step", str(order.samples_per_step)),

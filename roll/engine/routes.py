@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from roll.config.errors import UserError
 from roll.data.routes import Routes, routes_type
 from roll.model.experts import experts_of
-from roll.model.routing import routers_of, says_choices, weighing_of
+from roll.model.routing import reports_choices, router_weights_of, routers_of
 from roll.model.shape import names_experts
 
 
@@ -102,9 +102,9 @@ def _is_known(router: nn.Module) -> bool:
             tensor.normal_(std=0.02, generator=noise) if tensor.is_floating_point() else tensor.zero_()
         try:
             output = candidate(torch.randn(8, candidate.weight.shape[1], generator=noise))
-            if not says_choices(candidate, output):
+            if not reports_choices(candidate, output):
                 return False
-            weighing_of(candidate, *output)
+            router_weights_of(candidate, *output)
         except Exception:  # it has other inputs, or an unknown way to weight experts
             return False
     return True

@@ -60,7 +60,7 @@ def takes_plans(model: PreTrainedModel) -> bool:
     config.num_hidden_layers = 1
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:1]
-    plan = _Asked()
+    plan = _ProbePlan()
     try:
         with torch.device("meta"):
             layer = type(model)(config)
@@ -71,15 +71,15 @@ def takes_plans(model: PreTrainedModel) -> bool:
         return "roll_plan" not in str(error)
     except Exception:  # a model that cannot be tried this way may still work, if its class claims to
         return bool(getattr(type(model), "_supports_attention_backend", False))
-    return plan.asked
+    return plan.called
 
 
-class _Asked:
+class _ProbePlan:
     def __init__(self) -> None:
-        self.asked = False
+        self.called = False
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        self.asked = True
+        self.called = True
         return query.transpose(0, 1)
 
 

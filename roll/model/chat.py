@@ -29,13 +29,13 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from roll.data.routes import Routes
 from roll.data.task import Message
 from roll.data.tokenlog import FloatArray, IntArray, TokenLog
-from roll.model.template import writes_each_alone
+from roll.model.template import renders_messages_independently
 
 V = TypeVar("V")
 
 _SENTINEL, _OTHER = "x", "y"
 """Two dummy answers: the position where their rendered texts differ is the position of an answer."""
-_KNOWN = 4096
+_CACHE_SIZE = 4096
 """Size of each cache: of texts, answers and turns."""
 _SHORT = 32
 """Answers of up to this many tokens are likely to repeat, and are cached."""
@@ -76,7 +76,7 @@ class _Turn:
 
 
 @dataclass(frozen=True)
-class _Seam:
+class _Separator:
     """The text that a template writes between any response and the content of the next message."""
 
     text: str
@@ -94,7 +94,7 @@ class _Seam:
         return self.header - len(begin) + len(stop) if begin.startswith(stop) else self.closing
 
 
-class _Kept(Generic[V]):
+class _LRUCache(Generic[V]):
     """An LRU cache: samples of a group in the same environment often produce and observe the same."""
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class _Kept(Generic[V]):
             self._values.move_to_end(key)
             return self._values[key]
         value = self._values[key] = make()
-        if len(self._values) > _KNOWN:
+        if len(self._values) > _CACHE_SIZE:
             self._values.popitem(last=False)
         return value
 
@@ -119,22 +119,22 @@ class ChatRenderer:
         spelled = {stop: self._decoded([stop], skip_special=False) for stop in sorted(self.stop_ids)}
         self._stops = {stop: text for stop, text in spelled.items() if text}
         template = tokenizer.chat_template
-        self._each_alone = isinstance(template, str) and writes_each_alone(template)
-        self._seams: dict[str, _Seam] = {}
+        self._renders_independently = isinstance(template, str) and renders_messages_independently(template)
+        self._separators: dict[str, _Separator] = {}
         self._ending = ""
         """What the template wrote after the last answer without a following message."""
-        self._known: _Kept[list[int]] = _Kept()
-        self._beginnings: _Kept[tuple[str, str]] = _Kept()
-        self._turns: _Kept[_Turn | None] = _Kept()
-        self._answers: _Kept[str] = _Kept()
+        self._token_cache: _LRUCache[list[int]] = _LRUCache()
+        self._beginning_cache: _LRUCache[tuple[str, str]] = _LRUCache()
+        self._turn_cache: _LRUCache[_Turn | None] = _LRUCache()
+        self._answer_cache: _LRUCache[str] = _LRUCache()
         self._last_opening: tuple[object, RenderedTurn] = (None, RenderedTurn("", []))
 
     def opening(self, messages: Sequence[Message], tools: Tools = ()) -> RenderedTurn:
         """The start of a conversation, up to where the model's next answer starts."""
-        asked = (list(messages), list(tools))
-        if asked != self._last_opening[0]:  # the samples of a group request the same one in turn
+        requested = (list(messages), list(tools))
+        if requested != self._last_opening[0]:  # the samples of a group request the same one in turn
             text = self._text(messages, generate=True, tools=tools)
-            self._last_opening = (asked, RenderedTurn(text, self._tokens(text)))
+            self._last_opening = (requested, RenderedTurn(text, self._tokens(text)))
         return self._last_opening[1]
 
     def follow_up(
@@ -154,12 +154,12 @@ class ChatRenderer:
             raise ValueError("a follow-up comes after an assistant's message")
         if before is None:
             before = self._text(history[:-1], generate=True, tools=tools)
-        if self._each_alone and len(history) > 2:
+        if self._renders_independently and len(history) > 2:
             turn = self._turn(history[0], history[-1], ended, new, tools)
             if turn is not None and before.endswith(turn.prompt):
                 return RenderedTurn(before.removesuffix(turn.prompt) + turn.text, turn.tokens)
         whole = self._text([*history, *new], generate=True, tools=tools)
-        return RenderedTurn(whole, self._since(before, whole, history, ended, new, tools))
+        return RenderedTurn(whole, self._new_tokens(before, whole, history, ended, new, tools))
 
     def _turn(
         self, first: Message, answer: Message, ended: int | None, new: Sequence[Message], tools: Tools
@@ -170,21 +170,21 @@ class ChatRenderer:
         known = (repr(first), repr(tools) if tools else "")
 
         def make() -> _Turn | None:
-            opening, prompt = self._beginnings.of(known, lambda: self._beginning(first, tools))
+            opening, prompt = self._beginning_cache.of(known, lambda: self._beginning(first, tools))
             added = self._text([first, answer, *new], generate=True, tools=tools)
             if not added.startswith(opening):
                 return None
-            tokens = self._since(opening + prompt, added, [first, answer], ended, new, tools)
+            tokens = self._new_tokens(opening + prompt, added, [first, answer], ended, new, tools)
             return _Turn(prompt, added.removeprefix(opening), tokens)
 
-        return self._turns.of((*known, repr(answer), ended, repr(new)), make)
+        return self._turn_cache.of((*known, repr(answer), ended, repr(new)), make)
 
     def _beginning(self, first: Message, tools: Tools) -> tuple[str, str]:
         """The text of a conversation's first message alone, and the generation prompt after it."""
-        opening, asked = (self._text([first], generate=generate, tools=tools) for generate in (False, True))
-        return opening, asked.removeprefix(opening)
+        opening, requested = (self._text([first], generate=generate, tools=tools) for generate in (False, True))
+        return opening, requested.removeprefix(opening)
 
-    def _since(
+    def _new_tokens(
         self,
         before: str,
         whole: str,
@@ -196,27 +196,27 @@ class ChatRenderer:
         """The tokens since the end of the answer, which started after `before`."""
         after = _after(before, whole, history[-1]["content"])
         role = new[0]["role"] if new else ""
-        seam = self._seams.get(role) or self._find_seam(history, role, tools)
-        if after is None or not seam.text or not after.startswith(seam.text):
+        separator = self._separators.get(role) or self._find_separator(history, role, tools)
+        if after is None or not separator.text or not after.startswith(separator.text):
             after = self._after_marked(history, new, tools)
-            if not after.startswith(seam.text):  # in this conversation the template writes something else there
-                seam = self._find_seam(history, role, tools)
+            if not after.startswith(separator.text):  # in this conversation the template writes something else there
+                separator = self._find_separator(history, role, tools)
         if ended is None:
             return self._tokens_after(_SENTINEL, after)
         stop = self._stops.get(ended, "")
-        return self._tokens_after(stop, after[seam.after_stop(stop) :])
+        return self._tokens_after(stop, after[separator.after_stop(stop) :])
 
-    def _find_seam(self, history: Sequence[Message], role: str, tools: Tools) -> _Seam:
+    def _find_separator(self, history: Sequence[Message], role: str, tools: Tools) -> _Separator:
         """The seam after the answer that `history` ends with; without a role, that before the next answer."""
-        said = [[Message(role=role, content=text)] if role else [] for text in (_SENTINEL, _OTHER)]
-        one, other = (self._after_marked(history, new, tools) for new in said)
+        messages_after = [[Message(role=role, content=text)] if role else [] for text in (_SENTINEL, _OTHER)]
+        one, other = (self._after_marked(history, new, tools) for new in messages_after)
         text = _common(one, other)
         ending = self._find_ending(history[:-1], tools)
         closing = self._first_stop(text if ending is None else _common(text, ending))
         if not closing:  # some templates end an answer only if something follows it
             closing = self._first_stop(_common(text, self._before_header(history, tools)))
-        self._seams[role] = _Seam(text, closing, len(text) if one != other else closing)
-        return self._seams[role]
+        self._separators[role] = _Separator(text, closing, len(text) if one != other else closing)
+        return self._separators[role]
 
     def _find_ending(self, before: Sequence[Message], tools: Tools) -> str | None:
         """What the template writes after an answer without a following message: the end of the answer, and nothing of a
@@ -253,8 +253,8 @@ class ChatRenderer:
         """The text after a response, independent of its content. The response is replaced by a marker, because the
         position of an empty one is not visible, and templates strip white space from some."""
         marked = [*history[:-1], Message(role="assistant", content=_SENTINEL)]
-        self._check_history_kept(history, new, tools)
-        self._check_history_kept(marked, new, tools)
+        self._check_history_unchanged(history, new, tools)
+        self._check_history_unchanged(marked, new, tools)
         opening = self._text(history[:-1], generate=True, tools=tools)
         rest = self._text([*marked, *new], generate=True, tools=tools)[len(opening) :]
         return rest[rest.index(_SENTINEL) + len(_SENTINEL) :]
@@ -267,17 +267,17 @@ class ChatRenderer:
         written = ""
         for end in (number for number, message in enumerate(messages) if message["role"] == "assistant"):
             opening = self._text(messages[:end], generate=True, tools=tools)
-            said = self._said(opening, messages[: end + 1], tools)
+            answer = self._answer_text(opening, messages[: end + 1], tools)
             if logs and opening.startswith(written):
                 logs[-1].observe(self._tokens_after(written[-_CONTEXT:], opening[len(written) :]))
             else:
                 logs.append(TokenLog())
                 logs[-1].prompt(self._tokens(opening))
-            logs[-1].imitate(self._tokens_after(opening[-_CONTEXT:], said))
-            written = opening + said
+            logs[-1].imitate(self._tokens_after(opening[-_CONTEXT:], answer))
+            written = opening + answer
         return logs
 
-    def _said(self, opening: str, messages: Sequence[Message], tools: Tools) -> str:
+    def _answer_text(self, opening: str, messages: Sequence[Message], tools: Tools) -> str:
         """The text of the answer that `messages` end with, as the model would generate it after `opening`: up to the
         first stop token that the template puts after it."""
         shown = self._text(messages, generate=False, tools=tools)
@@ -301,17 +301,17 @@ class ChatRenderer:
             ids = ids[:-1]
         if len(ids) > _SHORT:
             return self._decoded(ids)
-        return self._answers.of(tuple(map(int, ids)), lambda: self._decoded(ids))
+        return self._answer_cache.of(tuple(map(int, ids)), lambda: self._decoded(ids))
 
     def _decoded(self, ids: Sequence[int] | IntArray, skip_special: bool = True) -> str:
         decoded: str = self.tokenizer.decode(ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
         return decoded
 
-    def _check_history_kept(self, history: Sequence[Message], new: Sequence[Message], tools: Tools) -> None:
+    def _check_history_unchanged(self, history: Sequence[Message], new: Sequence[Message], tools: Tools) -> None:
         opening = self._text(history[:-1], generate=True, tools=tools)
         whole = self._text([*history, *new], generate=True, tools=tools)
-        kept = whole.startswith(opening) and whole[len(opening) :].strip().startswith(history[-1]["content"].strip())
-        if not kept:
+        unchanged = whole.startswith(opening) and whole[len(opening) :].strip().startswith(history[-1]["content"].strip())
+        if not unchanged:
             raise TemplateRewritesHistory(
                 "the chat template rewrites earlier turns when a new message follows, so the tokens sampled there "
                 "would not be the tokens the model sees"
@@ -334,7 +334,7 @@ class ChatRenderer:
         return text
 
     def _tokens(self, text: str) -> list[int]:
-        return self._known.of(text, lambda: self._tokenised(text))
+        return self._token_cache.of(text, lambda: self._tokenised(text))
 
     def _tokens_after(self, context: str, text: str) -> list[int]:
         """The tokens of a text in the context of the text before it. Some tokenizers put a space before the first word,
@@ -345,7 +345,7 @@ class ChatRenderer:
             first, both = self._tokens(context), self._tokenised(context + text)
             return both[len(first) :] if both[: len(first)] == first else self._tokenised(text)
 
-        return self._known.of((context, text), make)
+        return self._token_cache.of((context, text), make)
 
     def _tokenised(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -372,7 +372,7 @@ class Conversation:
         self._tools = tools
         self._window = window
         self.messages: list[Message] = list(messages)
-        self._turns: list[int] = []
+        self._turn_cache: list[int] = []
         """The index of each answer in the messages."""
         self._seen = 0
         """The first turn that the log's last branch shows."""
@@ -390,14 +390,14 @@ class Conversation:
         last = int(ids[-1]) if len(ids) else None
         self._ended = last if last in self._renderer.stop_ids else None
         text = self._renderer.text(ids)
-        self._turns.append(len(self.messages))
+        self._turn_cache.append(len(self.messages))
         self.messages.append(Message(role="assistant", content=text))
         return text
 
     def observe(self, messages: Sequence[Message], longest: int | None = None) -> bool:
         """Appends the environment's reply: as an observation or, if that cannot follow the earlier tokens, as the start
         of a branch. Returns False, with nothing changed, if the model would then see `longest` tokens or more."""
-        first = max(0, len(self._turns) - self._window) if self._window else 0
+        first = max(0, len(self._turn_cache) - self._window) if self._window else 0
         if first == self._seen:
             try:
                 shown = self._shown(first)
@@ -422,7 +422,7 @@ class Conversation:
 
     def _shown(self, first: int) -> list[Message]:
         """The conversation as the model sees it, from that turn on."""
-        return [*self.messages[: self._opening], *self.messages[self._turns[first] :]]
+        return [*self.messages[: self._opening], *self.messages[self._turn_cache[first] :]]
 
 
 def _after(before: str, whole: str, response: str) -> str | None:

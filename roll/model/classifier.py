@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 _KIND = "ForSequenceClassification"
-_WANTED = (
+_REMEDY = (
     "write a folder or hub id of a decoder with a head of one output (AutoModelForSequenceClassification with "
     "num_labels=1)"
 )
@@ -33,15 +33,15 @@ def load_classifier_config(source: ModelSource) -> PretrainedConfig:
     from transformers.modeling_layers import GenericForSequenceClassification
 
     if source.adapters:
-        raise UserError(f"model: {source.name!r} holds adapters, which score nothing by themselves: {_WANTED}")
+        raise UserError(f"model: {source.name!r} holds adapters, which score nothing by themselves: {_REMEDY}")
     shape = load_model_config(source)
     if source.location is None or not any(name.endswith(_KIND) for name in shape.architectures or ()):
-        raise UserError(f"model: {source.name!r} has no head that scores: {_WANTED}")
+        raise UserError(f"model: {source.name!r} has no head that scores: {_REMEDY}")
     if shape.num_labels != 1:
-        raise UserError(f"model: {source.name!r} has a head of {shape.num_labels} outputs: {_WANTED}")
+        raise UserError(f"model: {source.name!r} has a head of {shape.num_labels} outputs: {_REMEDY}")
     kind = AutoModelForSequenceClassification._model_mapping[type(shape)]
     if not issubclass(kind, GenericForSequenceClassification):
-        raise UserError(f"model: {source.name!r} is a {kind.__name__}, which is read in another way: {_WANTED}")
+        raise UserError(f"model: {source.name!r} is a {kind.__name__}, which is read in another way: {_REMEDY}")
     return shape
 
 
@@ -55,14 +55,14 @@ def load_classifier(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
     loader = AutoModelForSequenceClassification
     model, found = from_pretrained(loader, source, dtype=dtype, output_loading_info=True)
     if missing := sorted(found["missing_keys"]):
-        raise UserError(f"model: {source.name!r} has no weights of {missing[0]!r}: {_WANTED}")
+        raise UserError(f"model: {source.name!r} has no weights of {missing[0]!r}: {_REMEDY}")
     fix_angles(model)
     model.set_attn_implementation(attention.NAME)
     return model.eval().requires_grad_(False)
 
 
-def as_read(ids: IntArray, shape: PretrainedConfig) -> IntArray:
+def without_padding(ids: IntArray, shape: PretrainedConfig) -> IntArray:
     """The tokens up to the one whose output is the score: without padding at the end, which some models also use as the
     end of a turn."""
-    kept = np.flatnonzero(ids != (-1 if shape.pad_token_id is None else shape.pad_token_id))
-    return ids[: kept[-1] + 1] if len(kept) else ids[:1]
+    tokens = np.flatnonzero(ids != (-1 if shape.pad_token_id is None else shape.pad_token_id))
+    return ids[: tokens[-1] + 1] if len(tokens) else ids[:1]

@@ -125,7 +125,7 @@ def _converted(gguf: Path, name: str) -> Path:
         packages = " ".join(missing)
         raise UserError(f"model: reading a .gguf file needs more packages: run `pip install {packages}`")
     target.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -138,27 +138,27 @@ def _converted(gguf: Path, name: str) -> Path:
             del config.quantization_config
         plain = type(quantized)(config)
         plain.load_state_dict(quantized.state_dict())
-        plain.save_pretrained(aside)
-        AutoTokenizer.from_pretrained(**where).save_pretrained(aside)
+        plain.save_pretrained(temporary)
+        AutoTokenizer.from_pretrained(**where).save_pretrained(temporary)
         try:
-            aside.rename(target)
+            temporary.rename(target)
         except OSError:
             if not target.is_dir():  # otherwise another process converted it in the meantime
                 raise
     except Exception as error:  # a broken file fails in the reader in many ways
         raise UserError(f"model: {str(gguf)!r} could not be converted: {first_line(error)}. Write {CHOICES}") from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return target
 
 
 def _fingerprint(file: Path) -> str:
     """Identifies a file by its size, start and end; the same file in another place gets the same fingerprint."""
     edge = 1 << 20
-    with file.open("rb") as opened:
-        beginning = opened.read(edge)
-        opened.seek(max(file.stat().st_size - edge, 0))
-        content = f"{file.stat().st_size} ".encode() + beginning + opened.read()
+    with file.open("rb") as stream:
+        beginning = stream.read(edge)
+        stream.seek(max(file.stat().st_size - edge, 0))
+        content = f"{file.stat().st_size} ".encode() + beginning + stream.read()
     return hashlib.sha256(content).hexdigest()[:12]
 
 

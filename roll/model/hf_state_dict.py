@@ -23,11 +23,11 @@ def checkpoint_form(shape: PretrainedConfig, tensors: Iterable[tuple[str, Tensor
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape)
-    for _, some in groupby(tensors, key=lambda item: _layer(item[0])):
-        yield from in_files(model, dict(some)).items()
+    for _, layer_tensors in groupby(tensors, key=lambda item: _layer(item[0])):
+        yield from on_disk_form(model, dict(layer_tensors)).items()
 
 
-def in_files(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def on_disk_form(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Some of a model's tensors in the on-disk layout; tensors that are one tensor on disk must be given together."""
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -37,8 +37,8 @@ def in_files(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Te
 
 def by_layer(names: Iterable[str]) -> Iterator[list[str]]:
     """The names of each layer, one layer after the other."""
-    for _, some in groupby(sorted(names, key=_layer), key=_layer):
-        yield list(some)
+    for _, layer_tensors in groupby(sorted(names, key=_layer), key=_layer):
+        yield list(layer_tensors)
 
 
 def _layer(name: str) -> str:

@@ -38,8 +38,8 @@ _UNREADABLE = (OSError, ValueError, TypeError, RecursionError, SafetensorError, 
 
 
 def load_tokenizer(source: ModelSource, config: ModelConfig | RoleModel) -> Tokenizer:
-    own = [folder for folder in source.adapters if (Path(folder) / "tokenizer_config.json").is_file()]
-    source = replace(source, location=own[-1]) if own else source
+    adapter_folders = [folder for folder in source.adapters if (Path(folder) / "tokenizer_config.json").is_file()]
+    source = replace(source, location=adapter_folders[-1]) if adapter_folders else source
     if source.location is None:
         tokenizer: Tokenizer = character_tokenizer()
     else:
@@ -226,8 +226,8 @@ def readable(source: ModelSource) -> Iterator[None]:
     try:
         yield
     except _UNREADABLE as error:
-        said = first_line(error).rstrip(".")
-        raise UserError(f"model: {source.name!r} could not be loaded: {said}. Write {CHOICES}") from error
+        reason = first_line(error).rstrip(".")
+        raise UserError(f"model: {source.name!r} could not be loaded: {reason}. Write {CHOICES}") from error
 
 
 def _check_supported(source: ModelSource, shape: PretrainedConfig) -> None:

@@ -50,16 +50,16 @@ class BaseModelRef:
     def of(cls, folder: Path) -> BaseModelRef:
         """The base of saved adapters, whether ROLL or `peft` alone saved them."""
         if (folder / BASE_FILE).is_file():
-            said = read_settings(folder / BASE_FILE)
-            if isinstance(said.get("path"), str) and isinstance(said.get("seed"), int | None):
-                return cls(said["path"], said.get("seed"))
+            saved = read_settings(folder / BASE_FILE)
+            if isinstance(saved.get("path"), str) and isinstance(saved.get("seed"), int | None):
+                return cls(saved["path"], saved.get("seed"))
             raise UserError(f"model: {folder / BASE_FILE} is damaged: it does not say what model the adapters are for")
         path = read_settings(folder / CONFIG_FILE).get("base_model_name_or_path")
         if not path or not isinstance(path, str):
             raise UserError(f"model: the adapters in {str(folder)!r} do not say what model they are for")
         return cls(path)
 
-    def is_now(self, other: BaseModelRef) -> bool:
+    def is_same_model(self, other: BaseModelRef) -> bool:
         """Whether both are the same model: a model that was moved is, another checkpoint of the same run is not."""
         return Path(self.path).parts[-2:] == Path(other.path).parts[-2:] and self.seed == other.seed
 
@@ -139,7 +139,7 @@ class Adapters:
     def check_base(self, folder: Path) -> None:
         """Raises if saved adapters belong to another model."""
         base = BaseModelRef.of(folder)
-        if not base.is_now(self._base):
+        if not base.is_same_model(self._base):
             raise RunError(
                 f"the adapters in {folder} belong to {base.path}, but the run's model is now {self._base.path}: bring "
                 "the former back, or begin a new run"
@@ -167,8 +167,8 @@ def inject(model: PreTrainedModel, config: LoraConfig) -> None:
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
             peft.inject_adapter_in_model(lora, model, ADAPTER)
     except ValueError as error:
-        said = str(error).strip().splitlines()[0]
-        raise UserError(f"model.lora.targets: {said} Instead {known}") from error
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"model.lora.targets: {reason} Instead {known}") from error
     model.train(model.training)  # new modules would apply dropout even if the model is not being trained
     output = model.get_output_embeddings()
     for name, layer in adapted_layers(model).items():

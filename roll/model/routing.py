@@ -82,9 +82,9 @@ class Routers:
         return _number(self.modules[0], "top_k")
 
     @contextmanager
-    def within(self, asked: RouterPass) -> Iterator[None]:
+    def within(self, router_pass: RouterPass) -> Iterator[None]:
         """Applies the pass's routes and statistics to the routers in the block."""
-        self._pass = asked
+        self._pass = router_pass
         try:
             yield
         finally:
@@ -92,33 +92,33 @@ class Routers:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _routed(self, number: int, router: nn.Module, inputs: Any, output: Any) -> Routed | None:
-        asked = self._pass
-        if asked is None:
+        router_pass = self._pass
+        if router_pass is None:
             return None
-        if not says_choices(router, output):
-            if asked.routes is None and asked.balance is None:
+        if not reports_choices(router, output):
+            if router_pass.routes is None and router_pass.balance is None:
                 return None
-            raise unknown(router)
+            raise unknown_router(router)
         logits, weights, choices = output
-        if asked.routes is not None:
-            own = asked.routes[:, number].to(choices.dtype)
-            choices = torch.where(own == FREE, choices, own)
-            weights = self._weighing(router, output).weights(logits, choices).to(weights.dtype)
-        if asked.uses is not None:
+        if router_pass.routes is not None:
+            recorded = router_pass.routes[:, number].to(choices.dtype)
+            choices = torch.where(recorded == FREE, choices, recorded)
+            weights = self._weights_of(router, output).weights(logits, choices).to(weights.dtype)
+        if router_pass.uses is not None:
             logs = torch.log_softmax(logits.detach().float(), -1)
-            asked.entropy[number] = -((logs.exp() * logs).sum(-1) * asked.uses).sum()
-            asked.load[number] = tokens_of_experts(choices, asked.uses, logits.shape[-1])
-        if asked.balance is not None:
-            shares = self._weighing(router, output).shares(logits)
-            loss = (shares * asked.balance.slopes(choices, logits.shape[-1])).sum()
-            asked.balance_loss[number] = loss.detach()
-            weights = _WithLoss.apply(weights, loss)  # type: ignore[no-untyped-call]
+            router_pass.entropy[number] = -((logs.exp() * logs).sum(-1) * router_pass.uses).sum()
+            router_pass.load[number] = tokens_of_experts(choices, router_pass.uses, logits.shape[-1])
+        if router_pass.balance is not None:
+            shares = self._weights_of(router, output).shares(logits)
+            loss = (shares * router_pass.balance.slopes(choices, logits.shape[-1])).sum()
+            router_pass.balance_loss[number] = loss.detach()
+            weights = _AddLossGradient.apply(weights, loss)  # type: ignore[no-untyped-call]
         return logits, weights, choices
 
-    def _weighing(self, router: nn.Module, output: Routed) -> RouterWeights:
+    def _weights_of(self, router: nn.Module, output: Routed) -> RouterWeights:
         kind = type(router)
         if kind not in self._scores:
-            self._scores[kind] = weighing_of(router, *output)
+            self._scores[kind] = router_weights_of(router, *output)
         return self._scores[kind]
 
 
@@ -128,7 +128,7 @@ def tokens_of_experts(choices: Tensor, uses: Tensor, experts: int) -> Tensor:
     return found.scatter_add_(0, choices.reshape(-1).long(), uses[:, None].expand_as(choices).reshape(-1))
 
 
-class _WithLoss(torch.autograd.Function):
+class _AddLossGradient(torch.autograd.Function):
     """Returns the weights unchanged; the backward pass adds the gradient of the loss."""
 
     @staticmethod
@@ -155,7 +155,7 @@ def _routes(module: nn.Module) -> bool:
     )
 
 
-def says_choices(router: nn.Module, output: Any) -> bool:
+def reports_choices(router: nn.Module, output: Any) -> bool:
     """Whether the output is logits, weights and choices of the rows, in that order."""
     if not isinstance(output, tuple) or len(output) != 3 or not all(isinstance(each, Tensor) for each in output):
         return False
@@ -192,23 +192,23 @@ class RouterWeights:
         return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
 
-def weighing_of(router: nn.Module, logits: Tensor, weights: Tensor, choices: Tensor) -> RouterWeights:
+def router_weights_of(router: nn.Module, logits: Tensor, weights: Tensor, choices: Tensor) -> RouterWeights:
     """Finds the formula that reproduces the router's own weights for its own choices."""
     scale = float(getattr(router, "routed_scaling_factor", 1.0))
     softmax = partial(torch.softmax, dim=-1)
-    ways = [
+    candidates = [
         RouterWeights(scores, normalised, scale) for scores in (softmax, torch.sigmoid) for normalised in (True, False)
     ]
     given = weights.detach().float()
-    found = [float((way.weights(logits.detach(), choices) - given).abs().max()) for way in ways]
-    best = min(range(len(ways)), key=found.__getitem__)
+    found = [float((candidate.weights(logits.detach(), choices) - given).abs().max()) for candidate in candidates]
+    best = min(range(len(candidates)), key=found.__getitem__)
     rounding = 1e-5 if weights.dtype == torch.float32 else 2e-2
     if not found[best] < rounding * float(given.abs().max()):
-        raise unknown(router)
-    return ways[best]
+        raise unknown_router(router)
+    return candidates[best]
 
 
-def unknown(router: nn.Module) -> UserError:
+def unknown_router(router: nn.Module) -> UserError:
     return UserError(
         f"model: how {type(router).__name__} weighs its experts is not known: write rollout.router_replay=false and "
         "train.router_balance_loss=0"

@@ -56,7 +56,7 @@ class SafeFile:
     def __init__(self, path: Path, forms: Mapping[str, TensorForm]) -> None:
         # Larger elements first, so that each tensor starts at a multiple of its element size.
         names = sorted(forms, key=lambda name: (-forms[name].dtype.itemsize, name))
-        self._forms, self._left = forms, set(forms)
+        self._forms, self._unwritten = forms, set(forms)
         self._offsets: dict[str, int] = {}
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
@@ -77,7 +77,7 @@ class SafeFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
             if error is None:
-                assert not self._left, f"{min(self._left)} was not written"
+                assert not self._unwritten, f"{min(self._unwritten)} was not written"
                 self._file.flush()
                 os.fsync(self._file.fileno())
         finally:
@@ -85,12 +85,12 @@ class SafeFile:
 
     def write(self, name: str, tensor: Tensor) -> None:
         assert TensorForm.of(tensor) == self._forms[name], f"{name} is {TensorForm.of(tensor)}, not {self._forms[name]}"
-        self._left.remove(name)
+        self._unwritten.remove(name)
         self._file.seek(self._data + self._offsets[name])
         self._file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
-def cut_into_files(parts: Sequence[Mapping[str, TensorForm]], file_bytes: int) -> list[list[int]]:
+def split_into_files(parts: Sequence[Mapping[str, TensorForm]], file_bytes: int) -> list[list[int]]:
     """The indices of the parts in each file. A part stays in one file; a file exceeds the size only if a single part
     does."""
     files: list[list[int]] = []

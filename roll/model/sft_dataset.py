@@ -37,7 +37,7 @@ class SkippedExample:
 class SFTDataset:
     train: Batch
     held_out: Batch | None
-    left_out: tuple[SkippedExample, ...] = ()
+    skipped: tuple[SkippedExample, ...] = ()
 
     @property
     def longest_tokens(self) -> int:
@@ -50,17 +50,17 @@ class SFTDataset:
         return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()[:16]
 
 
-def make_corpus(chats: ChatSet, renderer: ChatRenderer, config: DataConfig, context: int) -> SFTDataset:
+def make_dataset(chats: ChatSet, renderer: ChatRenderer, config: DataConfig, context: int) -> SFTDataset:
     """Tokenises all conversations; `context` is the longest sequence that the model takes."""
     limit = min(config.max_tokens or context, context)
-    train, left_out = _batch(chats.train, renderer, config, limit)
+    train, skipped = _batch(chats.train, renderer, config, limit)
     held_out, _ = _batch(chats.held_out, renderer, config, limit)
     if train is None:
         raise UserError(
             f"data: none of the {len(chats.train)} conversations of {config.source!r} has {limit} tokens or fewer: "
             "write a larger data.max_tokens, or data.too_long=cut"
         )
-    return SFTDataset(train, held_out, tuple(left_out))
+    return SFTDataset(train, held_out, tuple(skipped))
 
 
 def _batch(
@@ -68,18 +68,18 @@ def _batch(
 ) -> tuple[Batch | None, list[SkippedExample]]:
     """The samples of some chats (None if there are none), and the chats that were skipped."""
     samples: list[Sample] = []
-    left_out: list[SkippedExample] = []
+    skipped: list[SkippedExample] = []
     for chat in chats:
         task = Task(chat.id, chat.messages)
         for log in _logs(chat, renderer):
-            fitting = _fitting(chat, log, limit, config)
-            if fitting is None:
-                left_out.append(SkippedExample(chat.id, f"too long: {len(log)} tokens"))
+            fitted = _fitted(chat, log, limit, config)
+            if fitted is None:
+                skipped.append(SkippedExample(chat.id, f"too long: {len(log)} tokens"))
             else:
-                samples.append(Sample(f"{len(samples)}.0", task, len(samples), temperature=1.0, log=fitting))
+                samples.append(Sample(f"{len(samples)}.0", task, len(samples), temperature=1.0, log=fitted))
     if not samples:
-        return None, left_out
-    return Batch.from_samples(samples).with_columns(advantage=np.ones(len(samples))), left_out
+        return None, skipped
+    return Batch.from_samples(samples).with_columns(advantage=np.ones(len(samples))), skipped
 
 
 def _logs(chat: Chat, renderer: ChatRenderer) -> list[TokenLog]:
@@ -108,7 +108,7 @@ def _last_answer(log: TokenLog) -> TokenLog:
     return TokenLog.from_loss_mask(log.ids, log.loss_mask & (log.turn == log.turn.max()))
 
 
-def _fitting(chat: Chat, log: TokenLog, limit: int, config: DataConfig) -> TokenLog | None:
+def _fitted(chat: Chat, log: TokenLog, limit: int, config: DataConfig) -> TokenLog | None:
     """The log, or the part of a too long one that is trained on; None if there is nothing to train on."""
     if len(log) <= limit:
         return log
@@ -117,8 +117,8 @@ def _fitting(chat: Chat, log: TokenLog, limit: int, config: DataConfig) -> Token
             f"data: conversation {chat.id!r} has {len(log)} tokens, more than the {limit} that fit: write "
             "data.too_long=drop to leave out such conversations, or data.too_long=cut to cut off their ends"
         )
-    cut = TokenLog.from_loss_mask(log.ids[:limit], log.loss_mask[:limit])
-    return cut if config.too_long == "cut" and cut.response_tokens else None
+    shortened = TokenLog.from_loss_mask(log.ids[:limit], log.loss_mask[:limit])
+    return shortened if config.too_long == "cut" and shortened.response_tokens else None
 
 
 @dataclass(frozen=True)

@@ -66,13 +66,13 @@ class ModelShape:
 
     @classmethod
     def of_model(cls, model: PreTrainedModel) -> ModelShape:
-        config, words = model.config, model.get_output_embeddings()
+        config, output_layer = model.config, model.get_output_embeddings()
         heads = config.num_attention_heads
         routers: list[Any] = routers_of(model)
         adapters = sum(p.numel() for name, p in model.named_parameters() if is_adapter(name))
         return cls(
             parameters=sum(p.numel() for p in model.parameters()) - adapters,
-            output=0 if words is None else words.weight.numel(),
+            output=0 if output_layer is None else output_layer.weight.numel(),
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
             inner=_inner(config),

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from roll.model.hf_state_dict import by_layer, in_files
-from roll.model.safetensors_writer import SafeFile, TensorForm, cut_into_files, file_names, write_index
+from roll.model.hf_state_dict import by_layer, on_disk_form
+from roll.model.safetensors_writer import SafeFile, TensorForm, file_names, split_into_files, write_index
 from roll.model.shard_folder import ShardedWeights
 
 FILE_BYTES = 5 * 10**9
@@ -39,8 +39,10 @@ def export_shards(folder: Path, shards: Path, target: Path, file_bytes: int = FI
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     parts = list(_parts(model, weights))
-    cut = cut_into_files([part.files for part in parts], file_bytes)
-    files = {name: [parts[number] for number in numbers] for name, numbers in zip(file_names(len(cut)), cut, strict=True)}
+    split = split_into_files([part.files for part in parts], file_bytes)
+    files = {
+        name: [parts[number] for number in numbers] for name, numbers in zip(file_names(len(split)), split, strict=True)
+    }
     for name, some in files.items():
         forms = {key: form for part in some for key, form in part.files.items()}
         with SafeFile(target / name, forms) as file:
@@ -54,10 +56,10 @@ def _parts(model: PreTrainedModel, weights: ShardedWeights) -> Iterator[_Part]:
     """The tensors to read together: a single one, or a layer if a tensor on disk is made of several."""
     for layer in by_layer(weights):
         forms = {name: torch.empty(weights.shape(name), dtype=weights.dtype(name), device="meta") for name in layer}
-        each = [_Part((name,), _forms(in_files(model, {name: tensor}))) for name, tensor in forms.items()]
-        together = _Part(tuple(layer), _forms(in_files(model, forms)))
-        alone = {name: form for part in each for name, form in part.files.items()}
-        yield from each if alone == together.files else [together]
+        each = [_Part((name,), _forms(on_disk_form(model, {name: tensor}))) for name, tensor in forms.items()]
+        joined = _Part(tuple(layer), _forms(on_disk_form(model, forms)))
+        separate = {name: form for part in each for name, form in part.files.items()}
+        yield from each if separate == joined.files else [joined]
 
 
 def _forms(tensors: dict[str, Tensor]) -> dict[str, TensorForm]:
@@ -65,5 +67,5 @@ def _forms(tensors: dict[str, Tensor]) -> dict[str, TensorForm]:
 
 
 def _write(file: SafeFile, model: PreTrainedModel, weights: ShardedWeights, part: _Part) -> None:
-    for name, tensor in in_files(model, {name: weights.whole(name) for name in part.names}).items():
+    for name, tensor in on_disk_form(model, {name: weights.whole(name) for name in part.names}).items():
         file.write(name, tensor)

@@ -100,9 +100,9 @@ def load_shards(model: PreTrainedModel, folder: Path, *, parameters: bool = True
             return
     shards = shards_of(folder)
     read = _read_files(model, SafeFolder(folder), targets) if shards is None else _read_shards(folder, shards, targets)
-    left = targets.keys() - read
-    tied = {name for name in left if any(targets[name] is targets[other] for other in read)}
-    if missing := sorted(left - tied):
+    unread = targets.keys() - read
+    tied = {name for name in unread if any(targets[name] is targets[other] for other in read)}
+    if missing := sorted(unread - tied):
         raise UserError(
             f"model: {folder} has no weights for {missing[0]!r}{f' and {len(missing) - 1} more' if missing[1:] else ''}: "
             f"is it a {type(model).__name__}?"
@@ -115,9 +115,9 @@ def _read_files(model: PreTrainedModel, files: SafeFolder, targets: dict[str, Te
     for name, found in _sources(model, files, targets).items():
         if name not in targets:
             continue
-        if isinstance(found, _Joined):
-            first, made = found.read(model, files, targets[name])
-            for target, tensor in made.items():
+        if isinstance(found, _FusedTensor):
+            first, fused = found.read(model, files, targets[name])
+            for target, tensor in fused.items():
                 if target in targets:
                     _copy(targets[target], partial(_narrow, tensor, first))
                     read.add(target)
@@ -166,13 +166,13 @@ def _sources(model: PreTrainedModel, files: SafeFolder, targets: dict[str, Tenso
         if pattern is None:
             found[name] = key
             continue
-        joined = found.setdefault(name, _Joined(name, by_pattern[pattern], {}))
-        joined.keys.setdefault(pattern, []).append(key)
+        fused = found.setdefault(name, _FusedTensor(name, by_pattern[pattern], {}))
+        fused.keys.setdefault(pattern, []).append(key)
     return found
 
 
 @dataclass(frozen=True)
-class _Joined:
+class _FusedTensor:
     """A tensor that the model fuses from several in files, such as those of a layer's experts."""
 
     name: str
@@ -191,10 +191,10 @@ class _Joined:
         for pattern, keys in self.keys.items():
             for key in keys[rows]:
                 converter.add_tensor(self.name, key, pattern, partial(files.whole, key))
-        made = _converted(converter.convert(self.name, model, model.config))
+        fused = _converted(converter.convert(self.name, model, model.config))
         if rows.start is not None:
-            assert len(made[self.name]) == rows.stop - rows.start, "each tensor of a file is a row"
-        return rows.start or 0, made
+            assert len(fused[self.name]) == rows.stop - rows.start, "each tensor of a file is a row"
+        return rows.start or 0, fused
 
     def _rows(self, target: Tensor) -> slice:
         """The rows that this rank has a part of, if each row of the tensor is made of one tensor per pattern."""

@@ -15,7 +15,7 @@ from roll.model.lora import CONFIG_FILE, WEIGHTS_FILE, base_name, rows_of_delta,
 from roll.model.settings_file import read_settings
 from roll.model.shard_box import local_box
 
-_REFUSED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias")
+_UNSUPPORTED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias")
 """Features that adapters from other sources may have beyond A and B with one scale."""
 
 
@@ -24,7 +24,7 @@ def merge_shards(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> No
     """Adds saved adapters to the model's parameters, of which this rank has shards, with the result that `peft` gives for
     an unsharded model in `dtype`."""
     config = read_settings(folder / CONFIG_FILE)
-    if unknown := [name for name in _REFUSED if config.get(name)]:
+    if unknown := [name for name in _UNSUPPORTED if config.get(name)]:
         raise UserError(
             f"model: the adapters in {folder} use {unknown[0]}, which is merged into a model that is whole only: run "
             "`roll export` on them first and write the exported folder, or write strategy: single"

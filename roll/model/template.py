@@ -11,10 +11,10 @@ from collections.abc import Iterable, Set
 
 from jinja2 import Environment, TemplateSyntaxError, nodes
 
-_GIVEN = frozenset({"bos_token", "eos_token", "pad_token", "unk_token", "tools", "raise_exception"})
+_CONSTANT_NAMES = frozenset({"bos_token", "eos_token", "pad_token", "unk_token", "tools", "raise_exception"})
 """Names whose meaning is constant throughout a conversation."""
 _MESSAGES, _LOOP, _GENERATE = "messages", "loop", "add_generation_prompt"
-_TAKEN = frozenset({_MESSAGES, _LOOP, _GENERATE})
+_RESERVED_NAMES = frozenset({_MESSAGES, _LOOP, _GENERATE})
 """Names that such a template must not reassign."""
 _PLAIN = (
     *(nodes.Output, nodes.TemplateData, nodes.If, nodes.Const, nodes.List, nodes.Tuple, nodes.Dict, nodes.Pair),
@@ -24,7 +24,7 @@ _PLAIN = (
 """Nodes that depend only on their children."""
 
 
-def writes_each_alone(template: str) -> bool:
+def renders_messages_independently(template: str) -> bool:
     """Whether the text of a conversation is a beginning, followed by the text of every message and the generation prompt,
     where a message's text depends only on itself, on the first message, and on whether it is the first."""
     try:
@@ -36,8 +36,8 @@ def writes_each_alone(template: str) -> bool:
         return False
     (loop,) = loops
     where = tree.body.index(loop)
-    known = _after(tree.body[:where], _GIVEN)
-    if known is None or not _asks(tree.body[where + 1 :], known):
+    known = _after(tree.body[:where], _CONSTANT_NAMES)
+    if known is None or not _is_generation_prompt(tree.body[where + 1 :], known):
         return False
     named = _names(loop.target)
     if named is None or loop.test or loop.else_ or loop.recursive:
@@ -45,7 +45,7 @@ def writes_each_alone(template: str) -> bool:
     return _after(loop.body, known | named) is not None
 
 
-def _asks(rest: list[nodes.Node], known: Set[str]) -> bool:
+def _is_generation_prompt(rest: list[nodes.Node], known: Set[str]) -> bool:
     """Whether the nodes after the messages are a generation prompt, if requested, and nothing else."""
     if len(rest) != 1 or not isinstance(rest[0], nodes.If) or not _is_name(rest[0].test, _GENERATE):
         return False
@@ -96,7 +96,7 @@ def _is_local(node: nodes.Node, known: Set[str]) -> bool:
 def _names(target: nodes.Node) -> frozenset[str] | None:
     """The names that a loop or an assignment binds; None if the target is not a plain name or several."""
     parts = target.items if isinstance(target, nodes.Tuple) else [target]
-    names = frozenset(part.name for part in parts if isinstance(part, nodes.Name)) - _TAKEN
+    names = frozenset(part.name for part in parts if isinstance(part, nodes.Name)) - _RESERVED_NAMES
     return names if len(names) == len(parts) else None
 
 

@@ -25,10 +25,10 @@ class ValueModel(nn.Module):
         self.head = nn.Linear(int(model.config.hidden_size), 1, device=model.device, dtype=dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        words = model.get_output_embeddings()
-        tied = words.weight is model.get_input_embeddings().weight
+        output_layer = model.get_output_embeddings()
+        tied = output_layer.weight is model.get_input_embeddings().weight
         if not tied:
-            words.requires_grad_(False)
+            output_layer.requires_grad_(False)
 
     def read(self, hidden: Tensor) -> Tensor:
         """hidden [rows, dim] → [rows], in the head's precision"""

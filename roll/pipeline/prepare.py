@@ -25,7 +25,7 @@ from roll.model.find import find_model, steps_of
 from roll.model.loading import load_model_config, load_tokenizer, stop_ids_of
 from roll.model.lora import BaseModelRef
 from roll.model.rope import longest_sequence
-from roll.model.sft_dataset import EpochPermutation, SFTDataset, make_corpus
+from roll.model.sft_dataset import EpochPermutation, SFTDataset, make_dataset
 from roll.pipeline import rlvr_metrics, sft_metrics
 from roll.pipeline.preflight import Found, find, find_tasks, rules_of
 from roll.pipeline.prompt_filter import fitting
@@ -99,7 +99,7 @@ class RLVRPipeline(Pipeline[Roles, RLVRState]):
         now = _models_beside(self.config)
         state = RLVRState.restored({"models": {role: asdict(base) for role, base in now.items()}, **saved})
         for role, found in state.models.items():
-            if role in now and not now[role].is_now(was := BaseModelRef(**found)):
+            if role in now and not now[role].is_same_model(was := BaseModelRef(**found)):
                 raise UserError(
                     f"the {role} of the run in {self.config.run.dir} was {was.path}, but is now {now[role].path}: bring "
                     "the former back, or write run.dir=OTHER model=RUN for a new run from its weights"
@@ -241,7 +241,7 @@ def _check_chats(config: Config, chat_set: ChatSet) -> SFTDataset:
     tokenizer = load_tokenizer(source, config.model)
     renderer = ChatRenderer(tokenizer, stop_ids_of(tokenizer, source))
     context = longest_sequence(load_model_config(source))
-    corpus = make_corpus(chat_set, renderer, config.data, context)
+    corpus = make_dataset(chat_set, renderer, config.data, context)
     if 0 < config.train.micro_batch_tokens < corpus.longest_tokens:
         raise UserError(
             f"data: the longest conversation has {corpus.longest_tokens} tokens, but train.micro_batch_tokens is "

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from roll.algorithm import make_algorithm
 from roll.algorithm.base import check_advantages
-from roll.algorithm.metric_names import OF_TRAINER, refuse_taken
+from roll.algorithm.metric_names import OF_TRAINER, check_unique
 from roll.cluster.errors import TokensLost
 from roll.config.algorithm import AlgorithmConfig
 from roll.config.errors import RunError
@@ -157,7 +157,7 @@ class RLVR:
 
     def _with_used(self, stats: UpdateStats, used: dict[str, float]) -> UpdateStats:
         """The stats with the algorithm's own metrics added."""
-        refuse_taken(used, OF_TRAINER | stats.metrics.keys(), f"algorithm.name {self._config.algorithm.name!r}")
+        check_unique(used, OF_TRAINER | stats.metrics.keys(), f"algorithm.name {self._config.algorithm.name!r}")
         return stats.with_metrics(used)
 
     async def _valued(self, batch: Batch) -> Batch:

@@ -48,7 +48,7 @@ class SFT:
         """Trains until the last step or until a stop is requested; then evaluates and saves."""
         config, state, recorder = self._config, self.state, self._recorder
         if state.evaluated_step < 0:
-            self._record.left_out(self._corpus.left_out)
+            self._record.left_out(self._corpus.skipped)
             await self._evaluate()
         while state.step < self._permutation.steps and not recorder.stop_requested:
             await self._step()

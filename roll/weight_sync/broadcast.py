@@ -1,7 +1,7 @@
 """A separate process group for weight sync: rank 0 broadcasts, all other ranks receive.
 
 Invariants: torch's default process group is neither needed nor changed; every wait ends within the deadline, with a
-`GroupBroke` that says which side waited for which, or within a second after another thread abandons and closes the group;
+`GroupBroke` that says which side waited for which, or within a second after another thread cancels and closes the group;
 after an error the group cannot be used again: close it and create a new one.
 """
 
@@ -24,9 +24,9 @@ from roll.config.errors import RunError
 
 BroadcastBackend: TypeAlias = Literal["gloo", "nccl"]
 
-_LOOK_S = 0.5
-"""Interval at which a wait checks whether the group was abandoned."""
-_MEET_S = 0.01
+_POLL_S = 0.5
+"""Interval at which a wait checks whether the group was cancelled."""
+_RENDEZVOUS_POLL_S = 0.01
 """Interval at which a rank checks whether all ranks have reached the store."""
 _CONNECT_S = 30.0
 """Deadline for the ranks to connect to each other once all have reached the store."""
@@ -45,7 +45,7 @@ class _Group(Protocol):
 class BroadcastGroup:
     """Create it on every rank at about the same time: the constructor returns once all ranks have joined.
 
-    All ranks must know a host and a free port of rank 0, which listens there. Setting `abandoned` ends every wait of this
+    All ranks must know a host and a free port of rank 0, which listens there. Setting `cancelled` ends every wait of this
     rank: gloo itself would wait for a powered-off machine until the deadline.
     """
 
@@ -58,11 +58,11 @@ class BroadcastGroup:
         backend: BroadcastBackend,
         deadline_s: float,
         device: torch.device | None = None,
-        abandoned: threading.Event | None = None,
+        cancelled: threading.Event | None = None,
     ) -> None:
         self.rank = rank
         self._backend = backend
-        self._abandoned = abandoned or threading.Event()
+        self._cancelled = cancelled or threading.Event()
         self.device = device or torch.device("cpu")
         """Device of the tensors to broadcast."""
         self._name = f"the broadcast group at {address}:{port} (rank {rank} of {world_size}, {backend})"
@@ -71,9 +71,9 @@ class BroadcastGroup:
             raise RunError("this build of torch has no NCCL: broadcast with gloo, or install torch for CUDA")
         self._group: _Group | None = None
         self._work: dist.Work | None = None
-        """A broadcast that is in flight or was abandoned."""
+        """A broadcast that is in flight or was cancelled."""
         try:
-            store = self._met(address, port, world_size)
+            store = self._rendezvous(address, port, world_size)
             self._group = _group(backend, store, rank, world_size, self._deadline, address)
         except (RuntimeError, OSError) as error:
             raise GroupBroke(
@@ -81,15 +81,15 @@ class BroadcastGroup:
                 f"that address ({_first_line(error)})"
             ) from error
 
-    def _met(self, address: str, port: int, world_size: int) -> TCPStore:
+    def _rendezvous(self, address: str, port: int, world_size: int) -> TCPStore:
         """Returns the store once all ranks have reached it."""
         until_s = time.monotonic() + self._deadline.total_seconds()
         first = self.rank == 0
         store = TCPStore(address, port, world_size, is_master=first, timeout=self._deadline, wait_for_workers=False)
         present = store.add("present", 1)
         while present < world_size:
-            if self._abandoned.wait(_MEET_S):
-                raise RuntimeError("it was abandoned")
+            if self._cancelled.wait(_RENDEZVOUS_POLL_S):
+                raise RuntimeError("it was cancelled")
             if time.monotonic() > until_s:
                 raise RuntimeError(f"{present} of {world_size} ranks came")
             present = store.add("present", 0)
@@ -113,7 +113,7 @@ class BroadcastGroup:
         if group is None:
             raise GroupBroke(f"{self._name} is closed: make a new one")
         try:
-            self._work = group.broadcast([tensor], _broadcasting(self._deadline))
+            self._work = group.broadcast([tensor], _broadcast_options(self._deadline))
             self._wait(self._work)
             self._work = None
         except RuntimeError as error:
@@ -127,16 +127,16 @@ class BroadcastGroup:
         if self._backend == "nccl":
             work.wait(self._deadline)  # ends when the group is closed
             return
-        until_s = time.monotonic() + self._deadline.total_seconds() + _LOOK_S
+        until_s = time.monotonic() + self._deadline.total_seconds() + _POLL_S
         while True:
             try:
-                work.wait(timedelta(seconds=_LOOK_S))
+                work.wait(timedelta(seconds=_POLL_S))
                 return
             except RuntimeError:
                 if work.is_completed() or time.monotonic() > until_s:
                     raise
-                if self._abandoned.is_set():
-                    raise RuntimeError("it was abandoned") from None
+                if self._cancelled.is_set():
+                    raise RuntimeError("it was cancelled") from None
 
     def close(self) -> None:
         """Closes the connections without waiting for the other ranks."""
@@ -144,8 +144,8 @@ class BroadcastGroup:
         if group is None:
             return
         if self._work is not None and self._backend == "gloo":
-            outlast = threading.Thread(target=_outlast, args=(group, self._work, self._deadline), daemon=True)
-            outlast.start()
+            aborter = threading.Thread(target=_abort_after, args=(group, self._work, self._deadline), daemon=True)
+            aborter.start()
         else:
             group.abort()
 
@@ -169,14 +169,14 @@ def _group(
     return group  # type: ignore[no-any-return]
 
 
-def _outlast(group: _Group, work: dist.Work, deadline: timedelta) -> None:
+def _abort_after(group: _Group, work: dist.Work, deadline: timedelta) -> None:
     """Keeps a group alive until its last operation has ended: releasing it earlier would block the releasing thread."""
     with suppress(RuntimeError):
         work.wait(deadline)
     group.abort()
 
 
-def _broadcasting(deadline: timedelta) -> dist.BroadcastOptions:
+def _broadcast_options(deadline: timedelta) -> dist.BroadcastOptions:
     """Options of a broadcast from rank 0 with the deadline."""
     options = dist.BroadcastOptions()
     options.rootRank = options.rootTensor = 0

@@ -105,15 +105,15 @@ class SharedMemoryChannel:
             handle = SharedMemoryHandle(str(path), os.fstat(descriptor).st_ino, slots, slot_bytes)
             channel = cls(handle, descriptor)
         except OSError as error:
-            _let_go(os.getpid(), descriptor, file)
+            _free_memory(os.getpid(), descriptor, file)
             raise RunError(
                 f"no shared memory for {slots} slots of {slot_bytes} bytes ({error}): use smaller buckets"
                 + (", or give /dev/shm more room" if file else "")
             ) from error
         except BaseException:
-            _let_go(os.getpid(), descriptor, file)
+            _free_memory(os.getpid(), descriptor, file)
             raise
-        channel._release = weakref.finalize(channel, _let_go, os.getpid(), descriptor, file)
+        channel._release = weakref.finalize(channel, _free_memory, os.getpid(), descriptor, file)
         return channel
 
     @classmethod
@@ -158,10 +158,10 @@ class CudaIpcChannel:
     reference count at once, and each receiver counts on a tensor of its own.
     """
 
-    def __init__(self, handle: CudaIpcHandle, memory: Tensor, counted: Tensor | None = None) -> None:
+    def __init__(self, handle: CudaIpcHandle, memory: Tensor, counter: Tensor | None = None) -> None:
         self._handle = handle
         self._memory: Tensor | None = memory
-        self._counted = counted
+        self._counter = counter
 
     @classmethod
     def create(cls, slots: int, slot_bytes: int, device: torch.device) -> CudaIpcChannel:
@@ -184,13 +184,13 @@ class CudaIpcChannel:
                 "use CUDA IPC only between roles that share a GPU"
             )
         device = visible.index(handle.gpu)
-        counted = torch.empty(1, dtype=torch.uint8, device=f"cuda:{device}")
-        _, arguments = reduce_tensor(counted)  # type: ignore[no-untyped-call]
+        counter = torch.empty(1, dtype=torch.uint8, device=f"cuda:{device}")
+        _, arguments = reduce_tensor(counter)  # type: ignore[no-untyped-call]
         signature = inspect.signature(handle.rebuild)
         own, call = signature.bind(*arguments), signature.bind(*handle.arguments)
         for name in ("ref_counter_handle", "ref_counter_offset", "storage_device"):
             call.arguments[name] = own.arguments[name]
-        return cls(handle, handle.rebuild(*call.args, **call.kwargs), counted)
+        return cls(handle, handle.rebuild(*call.args, **call.kwargs), counter)
 
     @property
     def handle(self) -> CudaIpcHandle:
@@ -211,7 +211,7 @@ class CudaIpcChannel:
         if self._memory is not None:
             self.settle()
             self._memory = None
-            self._counted = None
+            self._counter = None
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
 
@@ -269,7 +269,7 @@ def _remove_leftovers() -> None:
             os.close(descriptor)
 
 
-def _let_go(creator: int, descriptor: int, file: Path | None) -> None:
+def _free_memory(creator: int, descriptor: int, file: Path | None) -> None:
     if file is not None and creator == os.getpid():  # a forked child of the creator runs this too at exit
         file.unlink(missing_ok=True)
     os.close(descriptor)

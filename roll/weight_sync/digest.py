@@ -92,8 +92,8 @@ def _weighted_sum(flat: Tensor, start: int, weights: Tensor, scratch: Tensor) ->
         piece = flat[begin - start : (number + 1) * _BLOCK_BYTES - start]
         words = _words(piece, begin % _WORD)
         odd = weights[begin % _BLOCK_BYTES // _WORD :]
-        for some, their in zip(torch.split(words, len(scratch)), torch.split(odd, len(scratch)), strict=False):
-            total += torch.mul(some, their[: len(some)], out=scratch[: len(some)]).sum() * block
+        for chunk, chunk_weights in zip(torch.split(words, len(scratch)), torch.split(odd, len(scratch)), strict=False):
+            total += torch.mul(chunk, chunk_weights[: len(chunk)], out=scratch[: len(chunk)]).sum() * block
     return total
 
 

@@ -65,7 +65,7 @@ class BucketLayout:
         """The layout of tensors by their specs; the tensors need not be in this process."""
         if bucket_bytes < ALIGNMENT:
             raise ValueError(f"a bucket of {bucket_bytes} bytes is too small: give at least {ALIGNMENT}")
-        return cls(tuple(specs), bucket_bytes, _cut(specs, bucket_bytes))
+        return cls(tuple(specs), bucket_bytes, _split(specs, bucket_bytes))
 
     @property
     def nbytes(self) -> int:
@@ -134,18 +134,18 @@ def flat_bytes(name: str, tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-def _cut(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[tuple[TensorSpan, ...], ...]:
-    room = bucket_bytes - bucket_bytes % ALIGNMENT
+def _split(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[tuple[TensorSpan, ...], ...]:
+    capacity = bucket_bytes - bucket_bytes % ALIGNMENT
     buckets: list[list[TensorSpan]] = [[]]
     end = 0  # aligned end of the last span in the current bucket
     for spec in specs:
         start = 0
         while start < spec.nbytes:
-            left = spec.nbytes - start
-            if end == room or end + left > room >= left:
+            remaining = spec.nbytes - start
+            if end == capacity or end + remaining > capacity >= remaining:
                 buckets.append([])
                 end = 0
-            size = min(left, room - end)
+            size = min(remaining, capacity - end)
             buckets[-1].append(TensorSpan(spec.name, start, end, size))
             start += size
             end += -(-size // ALIGNMENT) * ALIGNMENT

@@ -36,10 +36,10 @@ class Rendezvous:
     backend: BroadcastBackend
     deadline_s: float
 
-    def join(self, rank: int, device: str, abandoned: threading.Event | None = None) -> BroadcastGroup:
-        """Joins the group; returns once all ranks have joined. Blocks: call it in a thread. Setting `abandoned` ends the
+    def join(self, rank: int, device: str, cancelled: threading.Event | None = None) -> BroadcastGroup:
+        """Joins the group; returns once all ranks have joined. Blocks: call it in a thread. Setting `cancelled` ends the
         wait and every later wait of the group."""
         on = torch.device(device if self.backend == "nccl" else "cpu")
         return BroadcastGroup(
-            rank, len(self.ranks) + 1, self.address, self.port, self.backend, self.deadline_s, on, abandoned
+            rank, len(self.ranks) + 1, self.address, self.port, self.backend, self.deadline_s, on, cancelled
         )

@@ -58,14 +58,14 @@ class Shard:
         cls, shape: tuple[int, ...], box: tuple[slice, ...], dtype: torch.dtype, read: Callable[[int, int], Tensor]
     ) -> Shard:
         """The shard of a box of the whole tensor, with its elements from `read`."""
-        cut = [dim for dim, each in enumerate(box) if (each.start, each.stop) != (0, shape[dim])]
-        last = cut[-1] if cut else 0
+        sharded = [dim for dim, each in enumerate(box) if (each.start, each.stop) != (0, shape[dim])]
+        last = sharded[-1] if sharded else 0
         inner = prod(shape[last + 1 :])
         columns = slice(box[last].start * inner, box[last].stop * inner) if box else slice(0, 1)
-        first = cut[0] if len(cut) > 1 else last
-        assert cut in ([], [last], [0, last]), f"a tensor of {shape} is cut in the dimensions {cut}"
+        first = sharded[0] if len(sharded) > 1 else last
+        assert sharded in ([], [last], [0, last]), f"a tensor of {shape} is cut in the dimensions {sharded}"
         between = prod(shape[first + 1 : last])
-        rows = slice(box[0].start * between, box[0].stop * between) if len(cut) > 1 else slice(0, prod(shape[:last]))
+        rows = slice(box[0].start * between, box[0].stop * between) if len(sharded) > 1 else slice(0, prod(shape[:last]))
         return cls(prod(shape[last:]), rows, columns, dtype, read)
 
     @classmethod
@@ -107,9 +107,9 @@ class Shard:
         while row < last:
             at = row * self.width + lead
             own = (row - self.rows.start) * size
-            whole = min(last, (end - lead - size) // self.width + 1) - row  # rows with all columns before `end`
-            if at >= begin and whole > 0 and size <= BLOCK_ELEMENTS:
-                rows = min(whole, most)
+            complete_rows = min(last, (end - lead - size) // self.width + 1) - row  # rows with all columns before `end`
+            if at >= begin and complete_rows > 0 and size <= BLOCK_ELEMENTS:
+                rows = min(complete_rows, most)
                 yield at, rows, own, size
                 row += rows
                 continue
@@ -159,7 +159,7 @@ class ShardedTensors:
         """Reduces the spans' bytes of all ranks into the root's bucket; the other ranks pass None."""
         spans = tuple(spans)
         used = -(-(spans[-1].offset + spans[-1].size) // ALIGNMENT) * ALIGNMENT
-        own = bucket[:used] if bucket is not None and self._adds_in(bucket, used) else self._room(used)
+        own = bucket[:used] if bucket is not None and self._reduces_in(bucket, used) else self._scratch(used)
         own.zero_()
         for span in spans:
             self._shard_of(span.tensor).copy_span(span, own)
@@ -168,11 +168,11 @@ class ShardedTensors:
             size = min(len(bucket), used)
             bucket[:size].copy_(own[:size])
 
-    def _adds_in(self, bucket: Tensor, used: int) -> bool:
+    def _reduces_in(self, bucket: Tensor, used: int) -> bool:
         """Whether the reduce can run in the bucket itself, so that the root needs no second one."""
         return bucket.device == self.device and len(bucket) >= used and bucket.data_ptr() % ALIGNMENT == 0
 
-    def _room(self, size: int) -> Tensor:
+    def _scratch(self, size: int) -> Tensor:
         if self._buffer is None or len(self._buffer) < size:
             self._buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
         return self._buffer[:size]

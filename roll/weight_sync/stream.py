@@ -100,7 +100,7 @@ class Sender:
             self.layout.check(tensors)
         self._source = _source(tensors)
 
-    def let_go(self) -> None:
+    def release_tensors(self) -> None:
         """Releases the tensors until `rebind`, so that their storage can be freed."""
         self._source = WholeTensors({})
 
@@ -120,7 +120,7 @@ class Sender:
 
     def write(self, bucket: int) -> None:
         """Packs the bucket into its slot. Every receiver must have loaded the slot's previous bucket."""
-        channel = _opened(self._channel)
+        channel = _require_open(self._channel)
         self._source.pack(channel.slot(bucket % channel.slots), self.layout.buckets[bucket])
         channel.settle()
 
@@ -137,17 +137,17 @@ class Sender:
         """Sends every bucket to the group's other ranks, each of which must be in `receive`. If the broadcast fails, the
         remaining buckets are still packed, so that the ranks that contribute to them stay synchronized."""
         self._buffer = _bucket_buffer(self._buffer, self.layout, group)
-        lost: Exception | None = None
+        failure: Exception | None = None
         for spans in self.layout.buckets:
             self._source.pack(self._buffer, spans)
             try:
-                if lost is None:
+                if failure is None:
                     group.broadcast(self._buffer[: used_bytes(spans)])
             except Exception as error:
-                lost = error
-        if lost is not None:
+                failure = error
+        if failure is not None:
             self._buffer = None  # the failed broadcast may still read it
-            raise lost
+            raise failure
 
     def close(self) -> None:
         self._close_channel()
@@ -182,7 +182,7 @@ class Receiver:
         """Replaces the tensors by the same ones after their storage has moved."""
         self._tensors = dict(tensors)
 
-    def let_go(self) -> None:
+    def release_tensors(self) -> None:
         """Releases the tensors until `rebind`, so that their storage can be freed."""
         self._tensors = {}
 
@@ -197,13 +197,13 @@ class Receiver:
         self._manifest = manifest
 
     def load(self, bucket: int) -> None:
-        channel = _opened(self._channel)
-        unpack(channel.slot(bucket % channel.slots), self._begun().layout.buckets[bucket], self._tensors)
+        channel = _require_open(self._channel)
+        unpack(channel.slot(bucket % channel.slots), self._require_manifest().layout.buckets[bucket], self._tensors)
         channel.settle()
 
     def receive(self, group: BroadcastGroup) -> None:
         """Loads every bucket from the group's rank 0, which must be in `broadcast`."""
-        layout = self._begun().layout
+        layout = self._require_manifest().layout
         buffer = _bucket_buffer(self._buffer, layout, group)
         self._buffer = None  # a failed broadcast may still write to it
         for spans in layout.buckets:
@@ -213,7 +213,7 @@ class Receiver:
 
     def finish(self) -> list[str]:
         """The names of the tensors whose digests differ from the manifest's; an empty list means verified."""
-        manifest = self._begun()
+        manifest = self._require_manifest()
         own = digests({spec.name: self._tensors[spec.name] for spec in manifest.layout.tensors})
         return [name for name, value in own.items() if value != manifest.digests[name]]
 
@@ -222,7 +222,7 @@ class Receiver:
             self._channel.close()
         self._channel = self._manifest = self._buffer = None
 
-    def _begun(self) -> WeightManifest:
+    def _require_manifest(self) -> WeightManifest:
         if self._manifest is None:
             raise RunError("no version is being received: call begin(manifest) first")
         return self._manifest
@@ -281,7 +281,7 @@ def _source(tensors: Mapping[str, Tensor] | TensorSource) -> TensorSource:
     return WholeTensors(tensors) if isinstance(tensors, Mapping) else tensors
 
 
-def _opened(channel: Channel | None) -> Channel:
+def _require_open(channel: Channel | None) -> Channel:
     if channel is None:
         raise RunError("no channel is open: call open(kind) at the sender and begin(manifest, handle) at the receiver")
     return channel

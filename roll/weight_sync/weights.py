@@ -61,11 +61,11 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
             continue  # a module's extra state may be anything
-        place: tuple[object, ...] = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        identity: tuple[object, ...] = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if isinstance(tensor, DTensor):  # a DTensor has no storage of its own; tied parameters are one object
-            place = (id(tensor),)
-        if tensor.numel() == 0 or place not in seen:
-            seen.add(place)
+            identity = (id(tensor),)
+        if tensor.numel() == 0 or identity not in seen:
+            seen.add(identity)
             tensors[name] = tensor.detach()
     return tensors
 

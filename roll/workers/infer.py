@@ -244,7 +244,7 @@ class InferWorker(DeviceWorker):
     async def set_residency(self, level: Residency) -> None:
         """Sets the residency level: keeps that much on the device. Below `all` no request may be running."""
         if self._receiver is not None:
-            self._receiver.let_go()
+            self._receiver.release_tensors()
         await self._strategy.set_residency(level)
 
     @dispatch(Dispatch.ONE)

@@ -126,7 +126,7 @@ class TrainWorker(GroupWorker):
     def set_residency(self, level: Residency) -> None:
         """Sets the residency level: keeps that much on the device and offloads the rest to host memory."""
         if self._sender is not None:
-            self._sender.let_go()
+            self._sender.release_tensors()
         self.strategy.set_residency(level)
 
     @dispatch(Dispatch.ONE)

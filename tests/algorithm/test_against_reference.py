@@ -76,7 +76,7 @@ def flat(rows: Rows) -> np.ndarray[Any, Any]:
     return np.array([value for row in rows for value in row], np.float64)
 
 
-def streams_of(samples: Sequence[RefSample], advantages: Rows) -> LossInputs:
+def inputs_of(samples: Sequence[RefSample], advantages: Rows) -> LossInputs:
     tokens = [token for sample in samples for token in sample.response_tokens]
     where = [i for i, sample in enumerate(samples) for _ in sample.response_tokens]
     turns = [(i, t.turn) for i, sample in enumerate(samples) for t in sample.response_tokens]
@@ -301,19 +301,19 @@ def test_the_weight_of_a_penalty_follows_its_target(observed: float, samples: in
 def test_losses_and_gradients(samples: list[RefSample], loss: RefLoss, seed: int) -> None:
     samples = trained(samples)
     advantages = strategies.random_rows(samples, seed)
-    streams = streams_of(samples, advantages)
-    assume(len(streams.current))
+    inputs = inputs_of(samples, advantages)
+    assume(len(inputs.current))
     batch = batch_of(samples)
     weights = torch.from_numpy(token_weights(batch, loss.aggregation, loss.length_normaliser)[batch.loss_mask])
-    total = (resolve_loss(spec_of(loss))(streams).values * weights).sum()
+    total = (resolve_loss(spec_of(loss))(inputs).values * weights).sum()
     close: dict[str, Any] = {"rtol": 1e-8, "atol": 1e-10}
     np.testing.assert_allclose(float(total.detach()), step_loss(samples, advantages, loss), **close)
     total.backward()
-    assert streams.current.grad is not None
-    np.testing.assert_allclose(streams.current.grad, flat(step_gradient(samples, advantages, loss)), **close)
+    assert inputs.current.grad is not None
+    np.testing.assert_allclose(inputs.current.grad, flat(step_gradient(samples, advantages, loss)), **close)
     if loss.entropy_coef:
-        assert streams.entropy is not None
-        np.testing.assert_allclose(streams.entropy.grad, flat(entropy_gradient(samples, loss)), **close)
+        assert inputs.entropy is not None
+        np.testing.assert_allclose(inputs.entropy.grad, flat(entropy_gradient(samples, loss)), **close)
 
 
 @quick
@@ -335,10 +335,10 @@ def test_a_critics_loss(samples: list[RefSample], clip: float | None, seed: int)
 @given(strategies.steps(gaps=(0.0, 0.3, 3.0)), strategies.losses())
 def test_the_mismatch(samples: list[RefSample], loss: RefLoss) -> None:
     samples = trained(samples)
-    streams = streams_of(samples, strategies.random_rows(samples, 0))
-    assume(len(streams.current))
+    inputs = inputs_of(samples, strategies.random_rows(samples, 0))
+    assume(len(inputs.current))
     found = Mismatch()
-    found.add(streams, spec_of(loss).correction)
+    found.add(inputs, spec_of(loss).correction)
     metrics, wanted = found.metrics(), mismatch(samples)
     assert metrics["rollout_logprob_diff"] == pytest.approx(wanted.mean_abs, rel=1e-9)
     assert metrics["rollout_logprob_diff_max"] == pytest.approx(wanted.max_abs, rel=1e-9)

@@ -92,7 +92,7 @@ def step_gradient(
             mask = torch.from_numpy(piece.loss_mask)
             stream = lambda values, keep=mask: torch.from_numpy(np.asarray(values))[keep]  # noqa: E731
             current = torch.nn.functional.logsigmoid(features[spots] @ theta)[mask]
-            streams = LossInputs(
+            inputs = LossInputs(
                 current=current,
                 proximal=stream(piece["proximal"]),
                 behaviour=stream(piece["behaviour"]),
@@ -103,7 +103,7 @@ def step_gradient(
                 entropy=torch.sigmoid(features[spots] @ theta)[mask],
             )
             weight = stream(weights[spots] if weights_of is None else weights_of(piece, spec.aggregation))
-            (resolve_loss(spec)(streams).values * weight).sum().backward()
+            (resolve_loss(spec)(inputs).values * weight).sum().backward()
         if theta.grad is not None:
             total += theta.grad
     return total
@@ -180,14 +180,14 @@ def test_each_sample_has_its_share(counts: list[tuple[int, int]], aggregation: A
         assert len(set(row[mask])) <= 1
 
 
-def streams_of(count: int) -> LossInputs:
+def inputs_of(count: int) -> LossInputs:
     zeros = torch.zeros(count)
     return LossInputs(zeros, zeros, zeros, zeros, zeros.long(), zeros.long())
 
 
 def test_a_loss_may_be_user_code_and_a_wrong_one_is_named() -> None:
     found = resolve_loss(LossSpec("roll.algorithm.losses:clipped", CLIP))
-    assert found(streams_of(2)).values.tolist() == [0.0, 0.0]
+    assert found(inputs_of(2)).values.tolist() == [0.0, 0.0]
     for wrong in ("cliped", "roll.algorithm.losses:nothing", "no.such.module:loss", ""):
         with pytest.raises(UserError, match=f"algorithm.loss '{wrong}'"):
             resolve_loss(LossSpec(wrong))
@@ -196,4 +196,4 @@ def test_a_loss_may_be_user_code_and_a_wrong_one_is_named() -> None:
 def test_a_kl_penalty_without_a_reference_is_refused() -> None:
     loss = resolve_loss(LossSpec("clipped", CLIP, kl_coef=0.1))
     with pytest.raises(ValueError, match="no column 'ref'"):
-        loss(streams_of(2))
+        loss(inputs_of(2))

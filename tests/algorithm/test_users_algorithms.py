@@ -17,44 +17,44 @@ from roll.config import RunError, UserError, load_config
 from roll.data import Batch
 
 
-def sound(streams: LossInputs, *, factor: float = 1.0) -> TokenLoss:
-    return TokenLoss(-factor * streams.current * streams.advantage, {"moved": streams.current.detach()})
+def sound(inputs: LossInputs, *, factor: float = 1.0) -> TokenLoss:
+    return TokenLoss(-factor * inputs.current * inputs.advantage, {"moved": inputs.current.detach()})
 
 
-def no_token_loss(streams: LossInputs) -> torch.Tensor:
-    return streams.current * 2
+def no_token_loss(inputs: LossInputs) -> torch.Tensor:
+    return inputs.current * 2
 
 
-def already_a_mean(streams: LossInputs) -> TokenLoss:
-    return TokenLoss((-streams.current * streams.advantage).mean())
+def already_a_mean(inputs: LossInputs) -> TokenLoss:
+    return TokenLoss((-inputs.current * inputs.advantage).mean())
 
 
-def too_few(streams: LossInputs) -> TokenLoss:
-    return TokenLoss(streams.current[:1])
+def too_few(inputs: LossInputs) -> TokenLoss:
+    return TokenLoss(inputs.current[:1])
 
 
-def a_column_too_many(streams: LossInputs) -> TokenLoss:
-    return TokenLoss(streams.current[:, None])
+def a_column_too_many(inputs: LossInputs) -> TokenLoss:
+    return TokenLoss(inputs.current[:, None])
 
 
-def without_gradient(streams: LossInputs) -> TokenLoss:
-    return TokenLoss(-streams.proximal * streams.advantage)
+def without_gradient(inputs: LossInputs) -> TokenLoss:
+    return TokenLoss(-inputs.proximal * inputs.advantage)
 
 
-def a_number_for_a_metric(streams: LossInputs) -> TokenLoss:
-    return TokenLoss(streams.current, {"moved": 3})  # type: ignore[dict-item]
+def a_number_for_a_metric(inputs: LossInputs) -> TokenLoss:
+    return TokenLoss(inputs.current, {"moved": 3})  # type: ignore[dict-item]
 
 
-def a_mean_for_a_metric(streams: LossInputs) -> TokenLoss:
-    return TokenLoss(streams.current, {"moved": streams.current.detach().mean()})
+def a_mean_for_a_metric(inputs: LossInputs) -> TokenLoss:
+    return TokenLoss(inputs.current, {"moved": inputs.current.detach().mean()})
 
 
-def named(streams: LossInputs, *, metric: str) -> TokenLoss:
-    return TokenLoss(streams.current, {"moved": streams.current.detach(), metric: streams.current.detach()})
+def named(inputs: LossInputs, *, metric: str) -> TokenLoss:
+    return TokenLoss(inputs.current, {"moved": inputs.current.detach(), metric: inputs.current.detach()})
 
 
-def given_something(streams: LossInputs, *, needed: float) -> TokenLoss:
-    return TokenLoss(needed * streams.current)
+def given_something(inputs: LossInputs, *, needed: float) -> TokenLoss:
+    return TokenLoss(needed * inputs.current)
 
 
 class OneMany(Algorithm):
@@ -80,7 +80,7 @@ def no_class(config: Any, longest: int) -> Any:
     return Algorithm(config, longest)
 
 
-def streams() -> LossInputs:
+def inputs() -> LossInputs:
     def column() -> torch.Tensor:
         return torch.tensor([-1.0, -2.0, -0.5])
 
@@ -89,7 +89,7 @@ def streams() -> LossInputs:
 
 
 def users_loss(name: str, **options: Any) -> TokenLoss:
-    return resolve_loss(LossSpec(f"{__file__}:{name}", options))(streams())
+    return resolve_loss(LossSpec(f"{__file__}:{name}", options))(inputs())
 
 
 def users_algorithm(name: str) -> Algorithm:

@@ -157,7 +157,7 @@ def own_algorithm(mentioned: str) -> Algorithm:
 def test_a_loss_of_your_own() -> None:
     assert load_user_code("my_loss.py:leashed", what="algorithm.loss").__name__ == "leashed"
     current = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
-    streams = LossInputs(
+    inputs = LossInputs(
         current=current,
         proximal=torch.tensor([-1.0, -1.5, -0.5]),
         behaviour=torch.tensor([-1.0, -1.5, -0.5]),
@@ -167,7 +167,7 @@ def test_a_loss_of_your_own() -> None:
     )
     spec = own_algorithm("my_loss.py").loss
     assert spec.params == {"penalty": 0.5}
-    token_loss = resolve_loss(spec)(streams)
+    token_loss = resolve_loss(spec)(inputs)
     ratio = np.exp([0.0, -0.5, 0.0])
     expected = -ratio * [1.0, -2.0, 0.5] + 0.5 * np.array([0.0, -0.5, 0.0]) ** 2 / 2
     np.testing.assert_allclose(token_loss.values.detach(), expected, rtol=1e-6)

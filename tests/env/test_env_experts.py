@@ -19,7 +19,7 @@ from roll.env.demonstrations import demonstration
 from roll.env.resolve import resolve
 from roll.env.tasks import environment_tasks
 from roll.model.chat import ChatRenderer
-from roll.model.sft_dataset import make_corpus
+from roll.model.sft_dataset import make_dataset
 from roll.model.tiny import character_tokenizer
 
 
@@ -158,7 +158,7 @@ def test_only_the_last_answer_of_a_labelled_state_is_learned() -> None:
     renderer = ChatRenderer(tokenizer := character_tokenizer(), [tokenizer.eos_token_id])
     for learn, said in (("last", ["yes<|end|>"]), ("all", ["no<|end|>", "yes<|end|>"])):
         chats = load_chats(DataConfig(), lambda split: [Chat("a", chat.messages, learn=learn)])  # noqa: B023
-        corpus = make_corpus(chats, renderer, DataConfig(), 99)
+        corpus = make_dataset(chats, renderer, DataConfig(), 99)
         (ids,), (mask,) = corpus.train.rows("ids"), corpus.train.rows("loss_mask")
         assert tokenizer.decode(ids[mask]) == "".join(said)
         assert tokenizer.decode(ids).startswith("<|user|>one<|end|><|assistant|>no<|end|><|user|>two")

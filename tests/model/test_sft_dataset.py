@@ -16,7 +16,7 @@ from roll.config.schema import DataConfig
 from roll.data import Chat, TokenLog
 from roll.data.chat_sources import ChatSet
 from roll.model.chat import ChatRenderer
-from roll.model.sft_dataset import EpochPermutation, SFTDataset, make_corpus
+from roll.model.sft_dataset import EpochPermutation, SFTDataset, make_dataset
 from roll.model.tiny import character_tokenizer
 
 
@@ -27,7 +27,7 @@ def renderer() -> ChatRenderer:
 
 
 def corpus(*chats: Chat, held_out: tuple[Chat, ...] = (), context: int = 1024, **settings: object) -> SFTDataset:
-    return make_corpus(ChatSet(chats, held_out), renderer(), DataConfig.model_validate(settings), context)
+    return make_dataset(ChatSet(chats, held_out), renderer(), DataConfig.model_validate(settings), context)
 
 
 def test_samples_in_tokens() -> None:
@@ -57,7 +57,7 @@ def test_what_is_too_long_is_refused_dropped_or_cut() -> None:
         corpus(*chats, context=12)
     dropped = corpus(*chats, max_tokens=10, too_long="drop")
     assert dropped.train["task"].tolist() == ["short"]
-    assert [(left.chat, left.reason) for left in dropped.left_out] == [
+    assert [(left.chat, left.reason) for left in dropped.skipped] == [
         ("long", "too long: 25 tokens"),
         ("asked", "too long: 25 tokens"),
     ]

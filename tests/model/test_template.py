@@ -18,7 +18,7 @@ from test_chat_rendering import (
 
 from roll.data.task import Message
 from roll.model.chat import ChatRenderer, RenderedTurn, TemplateRewritesHistory, Tools
-from roll.model.template import writes_each_alone
+from roll.model.template import renders_messages_independently
 
 ASKS = "{% if add_generation_prompt %}A:{% endif %}"
 DEFAULT_SYSTEM = """
@@ -77,12 +77,12 @@ TOGETHER = [
 
 @pytest.mark.parametrize("template", ALONE)
 def test_templates_that_write_each_message_alone(template: str) -> None:
-    assert writes_each_alone(template)
+    assert renders_messages_independently(template)
 
 
 @pytest.mark.parametrize("template", TOGETHER)
 def test_templates_of_which_that_cannot_be_said(template: str) -> None:
-    assert not writes_each_alone(template)
+    assert not renders_messages_independently(template)
 
 
 TEXTS = st.text(max_size=8) | st.sampled_from(["A:", " x ", "assistant", "<|im_end|>\n", "a b  c", "<think>x</think>y"])
@@ -98,7 +98,7 @@ def test_a_conversation_reads_as_if_it_were_rendered_from_its_beginning(
 ) -> None:
     tokenizer = bpe_tokenizer(template)
     chat, plain, shown = ChatRenderer(tokenizer, [2]), ChatRenderer(tokenizer, [2]), [{"name": "look"}] if tools else []
-    plain._each_alone = False
+    plain._renders_independently = False
     for first in (text, text + "!", text):  # what siblings have said before is known
         history = [Message(role=role, content=first) for role in opening]
         before = chat._text(history, generate=True, tools=shown)

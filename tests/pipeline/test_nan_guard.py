@@ -65,11 +65,11 @@ def test_only_steps_in_a_row_stop_a_run() -> None:
         health.judge(8, stats(1))
 
 
-def sick(streams):  # type: ignore[no-untyped-def]
+def sick(inputs):  # type: ignore[no-untyped-def]
     """A loss that is never finite."""
     from roll.algorithm.loss_inputs import TokenLoss
 
-    return TokenLoss(streams.current / 0)
+    return TokenLoss(inputs.current / 0)
 
 
 class WithoutEpsilon(Algorithm):

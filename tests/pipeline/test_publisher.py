@@ -96,7 +96,7 @@ class Stage:
     def versions(self) -> list[int | None]:
         """The version that each engine has received, and all of whose tensors are the trainer's."""
         receivers = [cast(InferWorker, handle._worker)._receiver for handle in self.handles]
-        return [None if each is None or each.finish() else each._begun().version for each in receivers]
+        return [None if each is None or each.finish() else each._require_manifest().version for each in receivers]
 
 
 def on_stage(play: Callable[[Stage], Any]) -> None:

@@ -141,7 +141,7 @@ class Flipping(InferWorker):
 
     def _flip(self) -> None:
         assert self._receiver is not None
-        version = self._receiver._begun().version
+        version = self._receiver._require_manifest().version
         if self.left.get(version, 0):
             self.left[version] -= 1
             self._receiver._tensors["model.embed_tokens.weight"].view(torch.uint8)[5, 3] ^= 1

@@ -22,11 +22,11 @@ GROUP_BY_GROUP = (
 RAY = ("executor=ray", "ray.object_store_gb=0.2", "ray.start_deadline_s=120", "ray.call_deadline_s=120")
 
 
-def sick_if_odd(streams):  # type: ignore[no-untyped-def]
+def sick_if_odd(inputs):  # type: ignore[no-untyped-def]
     """A loss that is not finite where it sees an odd number of samples."""
     from roll.algorithm.loss_inputs import TokenLoss
 
-    return TokenLoss(streams.current / (streams.sample.max() % 2))
+    return TokenLoss(inputs.current / (inputs.sample.max() % 2))
 
 
 def too_large(values: Tensor, before: Tensor, returns: Tensor, clip: float | None) -> Tensor:

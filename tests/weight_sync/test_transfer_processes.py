@@ -217,7 +217,7 @@ def test_a_rank_that_is_alone_says_so_within_the_deadline(rank: int) -> None:
 
 
 def abandoned_while(wait: Callable[[threading.Event], object]) -> str:
-    """What a thread that waits in a group says when the group is abandoned, long before the deadline."""
+    """What a thread that waits in a group says when the group is cancelled, long before the deadline."""
     abandoned, said = threading.Event(), []
 
     def run() -> None:
@@ -237,9 +237,9 @@ def abandoned_while(wait: Callable[[threading.Event], object]) -> str:
 def test_who_waits_for_the_others_to_join_can_abandon_the_group() -> None:
     port = BroadcastGroup.free_port()
     said = abandoned_while(
-        lambda abandoned: BroadcastGroup(0, 2, LOCAL, port, "gloo", deadline_s=600, abandoned=abandoned)
+        lambda abandoned: BroadcastGroup(0, 2, LOCAL, port, "gloo", deadline_s=600, cancelled=abandoned)
     )
-    assert "it was abandoned" in said
+    assert "it was cancelled" in said
 
 
 def test_who_waits_for_a_silent_sender_can_abandon_the_group() -> None:
@@ -248,11 +248,11 @@ def test_who_waits_for_a_silent_sender_can_abandon_the_group() -> None:
     thread.start()
 
     def wait(abandoned: threading.Event) -> None:
-        receiver = BroadcastGroup(1, 2, LOCAL, port, "gloo", 600, abandoned=abandoned)
+        receiver = BroadcastGroup(1, 2, LOCAL, port, "gloo", 600, cancelled=abandoned)
         made.append(receiver)
         receiver.broadcast(torch.zeros(10, dtype=torch.uint8))
 
-    assert "it was abandoned" in abandoned_while(wait)
+    assert "it was cancelled" in abandoned_while(wait)
     thread.join()
     for group in made:
         group.close()

@@ -55,10 +55,10 @@ class Head:
         cap = getattr(model.config, "final_logit_softcapping", None)
         if not isinstance(layer.weight, DTensor):
             return cls(layer.weight, layer.bias, cap)
-        mesh, words = layer.weight.device_mesh, len(layer.weight)
-        each = -(-words // mesh.size())
+        mesh, vocab_rows = layer.weight.device_mesh, len(layer.weight)
+        each = -(-vocab_rows // mesh.size())
         bias = layer.bias.to_local() if isinstance(layer.bias, DTensor) else layer.bias
-        first = min(mesh.get_local_rank() * each, words)
+        first = min(mesh.get_local_rank() * each, vocab_rows)
         return cls(layer.weight.to_local(), bias, cap, first, mesh.get_group())
 
     def chunk_rows(self) -> int:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from roll.config.schema import TrainConfig
 from roll.data.batch import Batch
 from roll.data.tokenlog import FloatArray, IntArray
-from roll.model.classifier import as_read
+from roll.model.classifier import without_padding
 from roll.strategy.offload import Residency, TensorOffloader
 from roll.strategy.train.forward import ForwardRunner
 from roll.strategy.train.microbatch import MicroBatch
@@ -44,7 +44,7 @@ class RewardModelTrainer:
 
     @torch.no_grad()
     def _scores(self, conversations: Sequence[IntArray]) -> FloatArray:
-        batch = _batch([as_read(ids, self.model.config) for ids in conversations])
+        batch = _batch([without_padding(ids, self.model.config) for ids in conversations])
         self._runner.prepare(batch)
         result = self._runner.attempt(batch, lambda: self._all_scores(batch))
         self._runner.warn_of_retries()

@@ -18,7 +18,7 @@ from roll.config.errors import UserError
 from roll.config.schema import TrainConfig
 from roll.data import Batch
 from roll.engine.routes import RouteRecorder
-from roll.model.routing import RouterPass, Routers, weighing_of
+from roll.model.routing import RouterPass, Routers, router_weights_of
 from roll.model.shard_loading import SafeFolder
 from roll.model.tiny import character_tokenizer
 from roll.strategy.train.mixture import BIAS, Mixture
@@ -180,7 +180,7 @@ def test_weights_of_chosen_experts_are_the_routers_own(kind: str, dtype: torch.d
     router = Routers(model).modules[0]
     hidden = torch.randn(50, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
     logits, weights, choices = router(hidden)
-    found = weighing_of(router, logits, weights, choices).weights(logits, choices)
+    found = router_weights_of(router, logits, weights, choices).weights(logits, choices)
     torch.testing.assert_close(found.to(weights.dtype), weights)
 
 
@@ -188,7 +188,7 @@ def test_a_router_that_weighs_otherwise_is_refused() -> None:
     router = Routers(make_model("mixtral")).modules[0]
     logits, weights, choices = router(torch.randn(50, 32, generator=torch.Generator().manual_seed(0)))
     with pytest.raises(UserError, match="MixtralTopKRouter weighs its experts is not known"):
-        weighing_of(router, logits, weights.sqrt(), choices)
+        router_weights_of(router, logits, weights.sqrt(), choices)
 
 
 def test_a_router_whose_weights_are_small_is_refused_too() -> None:
@@ -196,9 +196,9 @@ def test_a_router_whose_weights_are_small_is_refused_too() -> None:
     router = Routers(make_model("mixtral")).modules[0]
     logits = torch.randn(50, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     weights, choices = torch.softmax(logits.float(), -1).topk(2)
-    assert not weighing_of(router, logits, weights.bfloat16(), choices).normalised
+    assert not router_weights_of(router, logits, weights.bfloat16(), choices).normalised
     with pytest.raises(UserError, match="MixtralTopKRouter weighs its experts is not known"):
-        weighing_of(router, logits, (weights / 2).bfloat16(), choices)
+        router_weights_of(router, logits, (weights / 2).bfloat16(), choices)
 
 
 def test_the_same_gradient_whatever_the_micro_batches() -> None:

@@ -20,7 +20,7 @@ from roll.data import Batch, Chat
 from roll.data.chat_sources import ChatSet
 from roll.model import attention
 from roll.model.chat import ChatRenderer
-from roll.model.sft_dataset import make_corpus
+from roll.model.sft_dataset import make_dataset
 from roll.model.tiny import character_tokenizer
 from roll.strategy.train.single import SingleStrategy
 
@@ -55,7 +55,7 @@ def renderer() -> ChatRenderer:
 
 def batch_of(said: list[list[str]]) -> Batch:
     chats = tuple(Chat.of(str(number), *texts) for number, texts in enumerate(said))
-    return make_corpus(ChatSet(chats, ()), renderer(), DataConfig(), 256).train
+    return make_dataset(ChatSet(chats, ()), renderer(), DataConfig(), 256).train
 
 
 def packed(batch: Batch, micro_batch_tokens: int) -> tuple[float, Gradients]:

@@ -113,7 +113,7 @@ def plain_gradients(model: LlamaForCausalLM, batch: Batch, spec: LossSpec) -> tu
     counts = [int(mask.sum()) for mask in batch.rows("loss_mask")]
     for i, count in enumerate(counts):
         spots = torch.from_numpy(batch.offsets[i] + np.flatnonzero(batch.rows("loss_mask")[i]))
-        streams = LossInputs(
+        inputs = LossInputs(
             current=current[spots],
             proximal=proximal[spots],
             behaviour=torch.from_numpy(batch.behaviour)[spots],
@@ -122,7 +122,7 @@ def plain_gradients(model: LlamaForCausalLM, batch: Batch, spec: LossSpec) -> tu
             turn=torch.zeros(count, dtype=torch.int64),
             ref=None if ref is None else ref[spots],
         )
-        loss = resolve_loss(spec)(streams).values.sum()
+        loss = resolve_loss(spec)(inputs).values.sum()
         if count:
             answered = sum(c > 0 for c in counts)
             total = total + loss / (sum(counts) if spec.aggregation == "token_mean" else answered * count)
@@ -312,9 +312,9 @@ def test_a_second_epoch_of_the_whole_batch_is_held_to_the_policy_before_the_firs
     assert make_strategy(lr=1e-2).update(batch, LOSS, 3).metrics["clip_frac"] == 0
 
 
-def sick_loss(streams: LossInputs) -> TokenLoss:
+def sick_loss(inputs: LossInputs) -> TokenLoss:
     """A finite loss with a gradient that is not."""
-    return TokenLoss(torch.sqrt(streams.current * 0.0))
+    return TokenLoss(torch.sqrt(inputs.current * 0.0))
 
 
 @pytest.mark.parametrize("sickness", [math.nan, math.inf, "slope"])
@@ -396,9 +396,9 @@ def test_a_sample_that_is_too_long_is_named_before_anything_is_computed(limit: i
             compute()
 
 
-def changing_loss(streams: LossInputs) -> TokenLoss:
+def changing_loss(inputs: LossInputs) -> TokenLoss:
     """Its metrics are named after how many tokens it was given."""
-    return TokenLoss(streams.current * 0.0, {f"of_{len(streams.current)}": streams.current.detach()})
+    return TokenLoss(inputs.current * 0.0, {f"of_{len(inputs.current)}": inputs.current.detach()})
 
 
 def test_a_loss_with_other_metrics_in_another_update_is_refused() -> None:

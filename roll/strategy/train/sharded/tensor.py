@@ -64,25 +64,25 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Divides the model's layers over the mesh, before FSDP shards each rank's part. The model may have no storage
     yet."""
-    words, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    tied = words is not None and words.weight is embedding.weight
+    output_layer, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = output_layer is not None and output_layer.weight is embedding.weight
     for name, style in layer_styles(model).items():
-        if not (tied and model.get_submodule(name) is words):
+        if not (tied and model.get_submodule(name) is output_layer):
             parallelize_module(model.get_submodule(name), mesh, STYLES[style]())
     if tied:
-        words.weight = embedding.weight
+        output_layer.weight = embedding.weight
 
 
 def layer_styles(model: PreTrainedModel) -> dict[str, str]:
     """How each of the model's layers is divided, by name. Raises if `transformers` has no plan, or one with unsupported
     styles."""
     plan: dict[str, str] = dict(model.tp_plan or {})
-    embedding, words, found = model.get_input_embeddings(), model.get_output_embeddings(), {}
+    embedding, output_layer, found = model.get_input_embeddings(), model.get_output_embeddings(), {}
     for name, module in model.named_modules():
         style = plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name))
         if module is embedding:
             style = "embedding_rowwise"
-        elif module is words:
+        elif module is output_layer:
             style = "colwise"  # its forward is never called: `logprobs` reads its weight
         if style is not None and not _is_experts(name):
             found.update(_of_adapters(name, module, style))
