@@ -90,7 +90,7 @@ class Request:
             raise ValueError(f"{self.need}, but the engine's context is {context}")
         if not 0 <= self.sampled_tokens < len(self.ids):
             raise ValueError(
-                f"request {self.id!r} has {len(self.ids)} tokens, of which {self.sampled_tokens} cannot be drawn ones"
+                f"request {self.id!r} has {len(self.ids)} tokens, of which {self.sampled_tokens} cannot be sampled ones"
             )
         if self.routes_from is not None and not 0 <= self.routes_from <= len(self.ids):
             raise ValueError(

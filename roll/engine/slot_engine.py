@@ -244,7 +244,7 @@ class SlotEngine:
         shape, count = self._sizing.choose(current, running, waiting, prefixes, most)
         self._blocked = None if count else (self._waiting[0].id, len(running))
         if shape != current and self._sizing.peak(current, shape) > most:
-            assert not running, "what runs cannot be moved"
+            assert not running, "running sequences cannot be moved"
             self._slots.evict_all()
             self._cache.release()
         return shape, count

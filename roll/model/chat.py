@@ -282,7 +282,7 @@ class ChatRenderer:
         first stop token that the template puts after it."""
         shown = self._text(messages, generate=False, tools=tools)
         if not shown.startswith(opening):
-            raise NotTrainable("the chat template shows an answer after another beginning than it asks for one with")
+            raise NotTrainable("the chat template shows an answer after a different text than its generation prompt")
         rest = shown[len(opening) :]
         if not self._first_stop(self._ending) or not rest.endswith(self._ending):
             self._ending = self._find_ending(messages[:-1], tools) or ""

@@ -162,7 +162,7 @@ def stop_ids_of(tokenizer: Tokenizer, source: ModelSource) -> tuple[int, ...]:
     for named in _named_ends(source):
         each = named if isinstance(named, list) else [named]
         if not all(token is None or type(token) is int for token in each):
-            raise UserError(f"model: {source.name!r} says eos_token_id: {named!r:.80}, which are no numbers of tokens")
+            raise UserError(f"model: {source.name!r} says eos_token_id: {named!r:.80}, which is no token id")
         ids.update(each)
     return tuple(sorted(i for i in ids if i is not None))
 

@@ -141,8 +141,8 @@ class Adapters:
         base = BaseModelRef.of(folder)
         if not base.is_same_model(self._base):
             raise RunError(
-                f"the adapters in {folder} belong to {base.path}, but the run's model is now {self._base.path}: bring "
-                "the former back, or begin a new run"
+                f"the adapters in {folder} belong to {base.path}, but the run's model is now {self._base.path}: restore "
+                "that model, or start a new run"
             )
 
     def parameters(self) -> dict[str, nn.Parameter]:

@@ -91,7 +91,7 @@ class BroadcastGroup:
             if self._cancelled.wait(_RENDEZVOUS_POLL_S):
                 raise RuntimeError("it was cancelled")
             if time.monotonic() > until_s:
-                raise RuntimeError(f"{present} of {world_size} ranks came")
+                raise RuntimeError(f"{present} of {world_size} ranks connected")
             present = store.add("present", 0)
         return store
 

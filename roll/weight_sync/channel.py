@@ -108,7 +108,7 @@ class SharedMemoryChannel:
             _free_memory(os.getpid(), descriptor, file)
             raise RunError(
                 f"no shared memory for {slots} slots of {slot_bytes} bytes ({error}): use smaller buckets"
-                + (", or give /dev/shm more room" if file else "")
+                + (", or give /dev/shm more space" if file else "")
             ) from error
         except BaseException:
             _free_memory(os.getpid(), descriptor, file)

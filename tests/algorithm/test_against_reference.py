@@ -168,7 +168,7 @@ def test_every_baseline_and_scale(
 def test_masks(samples: list[RefSample], mask_truncated: bool, difficulty: tuple[float, float] | None) -> None:
     samples = [replace(sample, weight=1.0) for sample in samples]
     kept = ref_scores.weights(samples, mask_truncated=mask_truncated, difficulty=difficulty)
-    config = AlgorithmConfig(mask_truncated=mask_truncated, difficulty=difficulty)
+    config = AlgorithmConfig(mask_truncated=mask_truncated, difficulty_range=difficulty)
     batch = batch_of(samples)
     got = Algorithm(config, 8).credit(batch)
     whole = Algorithm(AlgorithmConfig(), 8).credit(batch)["advantage"]

@@ -113,7 +113,7 @@ def test_a_sound_loss_is_taken_as_it_is() -> None:
         ("already_a_mean", r"the loss has shape \[\], but there are 3 tokens"),
         ("too_few", r"the loss has shape \[1\], but there are 3 tokens"),
         ("a_column_too_many", r"the loss has shape \[3, 1\], but there are 3 tokens"),
-        ("without_gradient", "has no gradient: compute its values from streams.current"),
+        ("without_gradient", "has no gradient: compute its values from inputs.current"),
         ("a_number_for_a_metric", "the metric 'moved' is a int, but there are 3 tokens"),
         ("a_mean_for_a_metric", r"the metric 'moved' has shape \[\], but there are 3 tokens"),
     ],

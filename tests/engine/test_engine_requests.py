@@ -92,7 +92,7 @@ def test_what_cannot_be_drawn_by_is_refused_by_name(kind: type[SlotEngine | Page
     for token in (-1, 120):
         with pytest.raises(ValueError, match=r"'odd' has tokens .* the model knows 0 to 119"):
             served.add(request("odd", [1, token], 5))
-    with pytest.raises(ValueError, match="of which 2 cannot be drawn ones"):
+    with pytest.raises(ValueError, match="of which 2 cannot be sampled ones"):
         served.add(Request("odd", ids(1, 2), SamplingParams(5), sampled_tokens=2))
     assert not served.has_work
 

@@ -43,7 +43,7 @@ def test_a_pass_that_was_done_again_for_want_of_memory_is_said() -> None:
     health.judge(4, stats(0).with_memory(2048, 1), "critic")
     health.judge(5, stats(0).with_memory(2048, 0), "critic")
     assert len(reporter.said) == 1
-    assert reporter.said[0].startswith("step 4: the GPU ran out of memory: the pass was done again with at most 2048 ")
+    assert reporter.said[0].startswith("step 4: the GPU ran out of memory: the pass was repeated with at most 2048 ")
     assert "train.micro_batch_tokens=2048" in reporter.said[0]
 
 

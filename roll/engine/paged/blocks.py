@@ -109,7 +109,7 @@ class BlockPool:
         """Removes one user from each of these blocks. The last blocks of a sequence become spare first, because a shorter
         prefix is more likely to be shared."""
         for block in reversed(blocks):
-            assert self._users[block] > 0, f"block {block} is nobody's"
+            assert self._users[block] > 0, f"block {block} has no user"
             self._users[block] -= 1
             if self._users[block] == 0:
                 if self._key_of[block] is None:

@@ -127,7 +127,7 @@ class KVManager:
         self._free()
         pool = self.prepare(_nothing)
         if blocks > pool.count - 1:
-            raise RunError(f"{request.need}, but memory has room for {pool.tokens}: others have taken it meanwhile")
+            raise RunError(f"{request.need}, but the free memory holds only {pool.tokens}: it has shrunk since")
         return pool
 
     def close(self) -> None:

@@ -165,7 +165,7 @@ class VllmStrategy:
         request.check(self._running, self.context, self._vocab)
         if 0 < (temperature := request.sampling.temperature) < LEAST_TEMPERATURE:
             raise ValueError(
-                f"request {request.id!r} asks for temperature {temperature:g}: vLLM draws at 0 or at "
+                f"request {request.id!r} asks for temperature {temperature:g}: vLLM samples at 0 or at "
                 f"{LEAST_TEMPERATURE:g} and above"
             )
 

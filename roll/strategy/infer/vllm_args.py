@@ -36,7 +36,7 @@ SET_BY_ROLL = {
     "tensor_parallel_size": "write roles.actor_infer.parallel.tensor",
     "data_parallel_size": "write roles.actor_infer.replicas",
     "pipeline_parallel_size": "write roles.actor_infer.parallel.tensor",
-    "logprobs_mode": "training needs the log-probs of what was drawn",
+    "logprobs_mode": "training needs the log-probs of the sampled tokens",
     "generation_config": "write rollout.temperature, rollout.top_p and rollout.top_k",
     "override_generation_config": "write rollout.temperature, rollout.top_p and rollout.top_k",
     "worker_extension_cls": "weights are loaded by it",
@@ -44,7 +44,7 @@ SET_BY_ROLL = {
     "enable_sleep_mode": "write offload",
     "disable_log_stats": "leave it out",
     "enable_return_routed_experts": "write rollout.router_replay",
-    "stream_interval": "every token is told when it is drawn, with its version",
+    "stream_interval": "every token is reported when it is sampled, with its version",
 }
 """Arguments that `engine_args` must not contain, and what to write instead."""
 
@@ -56,8 +56,8 @@ _SET_BY_ROLL_FOR_JUDGE = {
     "tensor_parallel_size": "write roles.judge.parallel.tensor",
     "pipeline_parallel_size": "write roles.judge.parallel.tensor",
     "data_parallel_size": "write roles.judge.replicas",
-    "generation_config": "the judge's answers are drawn by reward.options",
-    "override_generation_config": "the judge's answers are drawn by reward.options",
+    "generation_config": "the judge's answers are sampled as reward.options says",
+    "override_generation_config": "the judge's answers are sampled as reward.options says",
 }
 LEAST_TEMPERATURE = 0.01
 """The lowest positive temperature at which vLLM samples; it raises lower ones to this."""
@@ -92,8 +92,8 @@ def check_vllm(config: Config, wanted: RoleConfig | None = None, role: str = "ac
     for section, temperature in temperatures.items() if role == "actor_infer" else ():
         if 0 < temperature < LEAST_TEMPERATURE:
             raise UserError(
-                f"{section}.temperature={temperature:g} is less than vLLM draws at: write {LEAST_TEMPERATURE:g} or more, "
-                f"or roles.{role}.strategy=native"
+                f"{section}.temperature={temperature:g} is below the lowest at which vLLM samples: write "
+                f"{LEAST_TEMPERATURE:g} or more, or roles.{role}.strategy=native"
             )
     known = argument_names()
     for name, value in wanted.engine_args.items():
@@ -116,11 +116,11 @@ def route_args(layers: ExpertLayers | None, device: str, role: str) -> dict[str,
     instead = f"write rollout.router_replay=false, or roles.{role}.strategy=native"
     if device == "cpu":
         raise UserError(
-            f"rollout.router_replay is true, but vLLM tells only on GPUs which experts of a mixture it uses: {instead}"
+            f"rollout.router_replay is true, but vLLM reports the experts of a mixture only on GPUs: {instead}"
         )
     if _ROUTES not in argument_names():
         raise UserError(
-            f"rollout.router_replay is true, but the installed vLLM does not tell which experts of a mixture it uses: "
+            f"rollout.router_replay is true, but the installed vLLM does not report the experts of a mixture: "
             f"install vLLM 0.24 or a later one, {instead}"
         )
     return {_ROUTES: True}

@@ -120,8 +120,8 @@ def start(settings: VllmSettings, folder: str) -> Any:
         return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
     except RuntimeError as error:
         raise RunError(
-            f"vLLM's engine did not start with {dict(settings.args)} ({error}): what its own processes said is above, "
-            "with executor=ray in logs/ of the run; with VLLM_LOGGING_LEVEL=INFO in the environment they say more"
+            f"vLLM's engine did not start with {dict(settings.args)} ({error}): the messages of its processes are "
+            "above, with executor=ray in logs/ of the run; VLLM_LOGGING_LEVEL=INFO in the environment gives more of them"
         ) from error
 
 

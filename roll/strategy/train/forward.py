@@ -246,8 +246,8 @@ class ForwardRunner:
             self._budget = self._within(choose(footprint, rows, checkpointing, longest, available))
             if available is not None and not rows and self._budget.rows < longest:
                 _log.warning(
-                    "the GPU has memory for %d tokens in a micro-batch beside what is on it: samples are trained on one "
-                    "by one, which is slow; end other programs on it, or write a smaller rollout.kv_cache_tokens",
+                    "the GPU has memory for %d tokens in a micro-batch beside its present contents: samples are trained "
+                    "on one by one, which is slow; end other programs on it, or write a smaller rollout.kv_cache_tokens",
                     self._budget.rows,
                 )
         return self._budget

@@ -52,6 +52,6 @@ def free_memory(device: torch.device) -> None:
 def retry_warning(setting: str, tokens: int) -> str:
     """The warning about a repeated pass."""
     return (
-        f"the GPU ran out of memory: the pass was done again with at most {tokens} tokens in a micro-batch, and all "
-        f"later ones keep to that, which changes no gradient; write {setting}={tokens} to start with it"
+        f"the GPU ran out of memory: the pass was repeated with at most {tokens} tokens in a micro-batch, and all "
+        f"later passes keep that limit, which changes no gradient; write {setting}={tokens} to start with it"
     )

@@ -196,15 +196,15 @@ MIXTURE = Qwen3MoeConfig(
 )
 
 
-def test_experts_are_told_where_there_are_some_and_vllm_can(pretended: None, tmp_path: Path) -> None:
+def test_vllm_reports_experts_if_the_model_has_some_and_its_version_can(pretended: None, tmp_path: Path) -> None:
     layers = ExpertLayers.of(MIXTURE)
     assert layers is not None
     assert layers.numbers == (0, 3)
     assert ExpertLayers.of(LlamaConfig(num_hidden_layers=1, hidden_size=64, vocab_size=90)) is None
     assert route_args(None, "cpu", "actor_infer") == {}
-    with pytest.raises(UserError, match=r"only on GPUs .*write rollout\.router_replay=false, or .*strategy=native"):
+    with pytest.raises(UserError, match=r"only on GPUs: write rollout\.router_replay=false, or .*strategy=native"):
         route_args(layers, "cpu", "actor_infer")
-    with pytest.raises(UserError, match=r"the installed vLLM does not tell .*write rollout\.router_replay=false"):
+    with pytest.raises(UserError, match=r"the installed vLLM does not report .*write rollout\.router_replay=false"):
         route_args(layers, "cuda:0", "actor_infer")
     arguments = tmp_path / "vllm" / "engine" / "arg_utils.py"
     arguments.write_text(SOURCE.replace("quantization:", "enable_return_routed_experts: bool = False\n    quantization:"))
@@ -212,13 +212,13 @@ def test_experts_are_told_where_there_are_some_and_vllm_can(pretended: None, tmp
 
 
 @pytest.mark.parametrize("start", [0, 3, 4, 5])
-def test_what_vllm_tells_of_all_layers_is_cut_to_those_with_experts_and_to_what_is_asked_for(start: int) -> None:
-    """A prompt of 5 tokens and 3 drawn: vLLM tells of all but the last, from a token of the prompt on."""
+def test_routes_of_all_layers_are_cut_to_layers_with_experts_and_to_the_requested_tokens(start: int) -> None:
+    """A prompt of 5 tokens and 3 sampled ones: vLLM reports all but the last, from a token of the prompt on."""
     layers = ExpertLayers.of(MIXTURE)
     assert layers is not None
     running = _Running(Request("a", np.arange(5, dtype=np.int32), SamplingParams(3), routes_from=start))
     running.ids, running.logprobs, running.versions, running.verified = [1, 2, 3], [0.0] * 3, [0] * 3, 3
-    assert running.completion("stop", layers).routes is None, "it was not told"
+    assert running.completion("stop", layers).routes is None, "it was not reported"
     whole = np.arange(8 * 4 * 2, dtype=np.uint8).reshape(8, 4, 2)
     assert running.reported_from == min(start, 4)
     running.experts = whole[running.reported_from : 7]

@@ -70,7 +70,7 @@ class RankGroup:
         except (RuntimeError, OSError) as error:
             first = str(error).strip().partition("\n")[0]
             raise RunError(
-                f"rank {rank} of {shape.ranks} did not meet the others at {rendezvous.address}:{rendezvous.port} within "
+                f"rank {rank} of {shape.ranks} did not join the others at {rendezvous.address}:{rendezvous.port} within "
                 f"{rendezvous.deadline_s:g} s: check that all ranks live and reach that address ({first})"
             ) from error
         self.meshes = Meshes(shape, device.type)
