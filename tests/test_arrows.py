@@ -2,7 +2,7 @@
 
 `cli → simulation → pipeline → {scheduler, rollout, workers, devices} → {algorithm, strategy, env, reward, weight_sync} →
 {engine, model, cluster} → run → ledger → {process, sandbox, atomic_files} → data → config`. Imports inside functions
-count; those for type checkers only do not.
+count; those for type checkers only do not. No module imports itself through others, not even for type checkers.
 """
 
 from __future__ import annotations
@@ -133,6 +133,77 @@ def test_vllm_is_imported_in_one_file_only() -> None:
     users = {found.file for found in all_imports() if found.module.partition(".")[0] == "vllm"}
     assert len(users) <= 1
     assert all(file.is_relative_to(ROOT / "strategy" / "infer") for file in users)
+
+
+MODULES = {".".join(("roll", *file.relative_to(ROOT).with_suffix("").parts)): file for file in ROOT.rglob("*.py")}
+MODULES = {name.removesuffix(".__init__"): file for name, file in MODULES.items()}
+
+
+def imports_of_module(node: ast.AST) -> Iterator[str]:
+    """The modules of `roll` that are imported outside functions, also those for type checkers only.
+
+    `from roll.x import y` imports `roll.x`, and `roll.x.y` if that is a module.
+    """
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names if alias.name in MODULES)
+        elif isinstance(child, ast.ImportFrom):
+            members = (f"{child.module}.{alias.name}" for alias in child.names)
+            yield from (name for name in (child.module, *members) if name in MODULES)
+        elif not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from imports_of_module(child)
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The strongly connected components of more than one node (Tarjan's algorithm)."""
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    components: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        number[node] = lowest[node] = len(number)
+        stack.append(node)
+        for neighbour in sorted(graph.get(node, ())):
+            if neighbour not in number:
+                visit(neighbour)
+            if neighbour in stack:
+                lowest[node] = min(lowest[node], lowest[neighbour])
+        if lowest[node] == number[node]:
+            start = stack.index(node)
+            components.append(sorted(stack[start:]))
+            del stack[start:]
+
+    for node in sorted(graph):
+        if node not in number:
+            visit(node)
+    return [component for component in components if len(component) > 1]
+
+
+def test_no_modules_import_each_other_not_even_for_types() -> None:
+    trees = {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in MODULES.items()}
+    graph = {name: set(imports_of_module(tree)) - {name} for name, tree in trees.items()}
+    assert sum(map(len, graph.values())) > len(graph), "the check sees imports"
+    assert cycles(graph) == []
+
+
+def test_the_check_sees_cycles() -> None:
+    source = """
+from roll.run import checkpoint
+if TYPE_CHECKING:
+    import roll.cli
+class X:
+    from roll.data.batch import Batch
+def f():
+    import roll.model
+"""
+    found = list(imports_of_module(ast.parse(source)))
+    assert found == ["roll.run", "roll.run.checkpoint", "roll.cli", "roll.data.batch"]
+    assert cycles({"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}) == [
+        ["d", "e"],
+        ["a", "b", "c"],
+    ]
+    assert cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
 HEAVY = {"torch", "transformers", "ray", "vllm", "matplotlib"}

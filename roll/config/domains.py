@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from roll.config.reward import RewardRule
-from roll.config.section import Bound, Count, NonNegative, Positive, Section
-
-if TYPE_CHECKING:
-    from roll.config.schema import RolloutConfig
-
-Stops = tuple[Annotated[str, Field(min_length=1)], ...]
+from roll.config.rollout import RolloutConfig
+from roll.config.section import Bound, Count, NonNegative, Positive, Section, Stops
 
 
 class SourceConfig(Section):

@@ -11,7 +11,21 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from roll.config import renames, schema_tree
+from roll.config.renames import setting
+from roll.config.schema_tree import (
+    UNKNOWN,
+    choices,
+    dotted,
+    is_long_list,
+    meaning,
+    named_section_in,
+    plain,
+    section_in,
+    suggestions,
+    type_at,
+    unsaid_limit,
+    words,
+)
 from roll.config.secrets import name_at, redacted
 from roll.config.suggest import either, near
 from roll.config.yaml_document import Path
@@ -52,45 +66,41 @@ def bare(value: Any) -> str:
 def unknown(path: Path) -> str:
     """The mistake of a key that is no setting."""
     path = (*path[:-1], str(path[-1]))
-    if (now := renames.setting(schema_tree.dotted(path))) is not None:
-        return f"{schema_tree.dotted(path)} has another name: write {now}"
-    text = f"{schema_tree.dotted(path)} is not a setting"
+    if (now := setting(dotted(path))) is not None:
+        return f"{dotted(path)} has another name: write {now}"
+    text = f"{dotted(path)} is not a setting"
     above: Path = ()
     for end in range(1, len(path)):
-        kind = schema_tree.type_at(path[:end])
-        if kind is schema_tree.UNKNOWN:
+        kind = type_at(path[:end])
+        if kind is UNKNOWN:
             break
-        if schema_tree.section_in(kind) is None and schema_tree.named_section_in(kind) is None:
-            leaf = schema_tree.dotted(path[:end])
-            return f"{text}: {leaf} takes {schema_tree.words(kind)}, which has no parts"
+        if section_in(kind) is None and named_section_in(kind) is None:
+            leaf = dotted(path[:end])
+            return f"{text}: {leaf} takes {words(kind)}, which has no parts"
         above = path[:end]
-    if found := schema_tree.suggestions(path):
-        return f"{text}; did you mean {either([schema_tree.dotted(known) for known in found])}?"
-    section = schema_tree.section_in(schema_tree.type_at(above))
+    if found := suggestions(path):
+        return f"{text}; did you mean {either([dotted(known) for known in found])}?"
+    section = section_in(type_at(above))
     known = ", ".join(section.model_fields) if section else ""
-    return f"{text}; {schema_tree.dotted(above) + ' has' if above else 'there are'}: {known}"
+    return f"{text}; {dotted(above) + ' has' if above else 'there are'}: {known}"
 
 
 def unfit(path: Path, value: Any) -> str:
     """The mistake of a value that its setting does not take."""
-    kind = schema_tree.type_at(path)
+    kind = type_at(path)
     value = redacted(value, name_at(path))
-    text = f"{schema_tree.dotted(path)} is {shown(value)}, but takes {schema_tree.words(kind)}"
-    if (
-        schema_tree.plain(kind) in (int, float)
-        and (most := schema_tree.unsaid_limit(kind)) is not None
-        and _exceeds(value, most)
-    ):
+    text = f"{dotted(path)} is {shown(value)}, but takes {words(kind)}"
+    if plain(kind) in (int, float) and (most := unsaid_limit(kind)) is not None and _exceeds(value, most):
         text += f", at most {most:,.0f}"
     elif isinstance(value, float) and not math.isfinite(value):
         text += ", and a finite one"
-    if schema_tree.plain(kind) is str and isinstance(value, (bool, int, float)):
+    if plain(kind) is str and isinstance(value, (bool, int, float)):
         text += ": write it in quotes"
-    if schema_tree.is_long_list(kind) and isinstance(value, (str, int, float)):
+    if is_long_list(kind) and isinstance(value, (str, int, float)):
         text += f": write {shown([value])}"
-    if matches := near(str(value), schema_tree.choices(kind)):
+    if matches := near(str(value), choices(kind)):
         text += f"; did you mean `{matches[0]}`?"
-    return f"{text} ({line})" if (line := schema_tree.meaning(path)) else text
+    return f"{text} ({line})" if (line := meaning(path)) else text
 
 
 def _exceeds(value: Any, most: float) -> bool:
@@ -119,7 +129,7 @@ def _placed(text: str, path: Path) -> str:
     """What a section says of its settings, by the name it usually has, where it stands in another."""
     if len(path) < 2:
         return text
-    return re.sub(rf"(?<![\w.]){re.escape(str(path[-1]))}\.", f"{schema_tree.dotted(path)}.", text)
+    return re.sub(rf"(?<![\w.]){re.escape(str(path[-1]))}\.", f"{dotted(path)}.", text)
 
 
 def origin_at(path: Path, origins: Mapping[Path, Origin], whole: Origin) -> Origin:
@@ -136,22 +146,22 @@ def _path_of(detail: ErrorDetails) -> Path:
 
 
 def _text_of(detail: ErrorDetails, path: Path) -> str:
-    name, kind = schema_tree.dotted(path), schema_tree.type_at(path)
+    name, kind = dotted(path), type_at(path)
     if detail["type"] in ("extra_forbidden", "invalid_key"):
         return unknown(path)
     if path[-1] == "[key]":
-        return f"{schema_tree.dotted(path[:-2])} has the key {shown(path[-2])}, but keys are text: write it in quotes"
+        return f"{dotted(path[:-2])} has the key {shown(path[-2])}, but keys are text: write it in quotes"
     if detail["type"] == "missing" and path == detail["loc"]:
-        return f"{name} must be set: it takes {schema_tree.words(kind)} ({schema_tree.meaning(path)})"
+        return f"{name} must be set: it takes {words(kind)} ({meaning(path)})"
     value = redacted(detail["input"], name_at(path))
     length = detail["type"] in ("missing", "too_long", "too_short")
-    if kind is not schema_tree.UNKNOWN and (length or schema_tree.choices(kind) or _SAID_BY_TYPE.match(detail["type"])):
+    if kind is not UNKNOWN and (length or choices(kind) or _SAID_BY_TYPE.match(detail["type"])):
         return unfit(path, value)
     if detail["type"] == "string_pattern_mismatch" and path[-1] == "mode":
         takes = "three octal digits of which the first is 7, as in 0750"
-        return f"{name} is {shown(value)}, but takes {takes} ({schema_tree.meaning(path)})"
+        return f"{name} is {shown(value)}, but takes {takes} ({meaning(path)})"
     reason = re.sub(r"^.*?\bshould\b", "it should", detail["msg"])
-    line = schema_tree.meaning(path)
+    line = meaning(path)
     return f"{name} is {shown(value)}: {reason}" + (f" ({line})" if line else "")
 
 

@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from roll.config.domains import SourceConfig, Stops
+from roll.config.domains import SourceConfig
 from roll.config.reward import RewardRule
-from roll.config.section import Count, NonNegative, Section, Whole
+from roll.config.section import Count, NonNegative, Section, Stops, Whole
 
 HELD_OUT = "held_out"
 """The name of the one set of a run without `eval.sets`: the run's held-out tasks."""

@@ -13,11 +13,12 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from roll.config import error_messages, renames, schema_tree
-from roll.config.error_messages import Mistake, Origin
+from roll.config.error_messages import Mistake, Origin, bare, mistakes_of, origin_at, shown, unfit, unknown
 from roll.config.errors import UserError
+from roll.config.renames import config_of_run
 from roll.config.root import is_object, moved_root, names_in, relocated, run_of, with_names
 from roll.config.schema import Config, Section
+from roll.config.schema_tree import UNKNOWN, child, dotted, plain, section_in, type_at
 from roll.config.secrets import KNOWN, hidden, redacted, secrets_in
 from roll.config.suggest import either, near
 from roll.config.yaml_document import MOST_BYTES, Document, Path, YamlError, parse, write
@@ -95,7 +96,7 @@ def saved_without_secrets(config_yaml: str) -> str:
 def changed_keys(a: Config, b: Config) -> list[str]:
     """Dotted names of the settings whose values differ, in field order. Where their files lie is none of them: the same
     config in another folder has not changed, nor has one with another password."""
-    return [schema_tree.dotted(path) for path in _differing(a, b, ()) if path != ("root",)]
+    return [dotted(path) for path in _differing(a, b, ()) if path != ("root",)]
 
 
 def _differing(a: Section, b: Section, above: Path) -> Iterator[Path]:
@@ -134,15 +135,15 @@ class _Draft:
         if isinstance(source, (str, PurePath)):
             self.file = FilePath(os.path.abspath(source))
             document = _read(FilePath(source))
-            data = document.data if run_of(self.file) is None else renames.config_of_run(document.data)
+            data = document.data if run_of(self.file) is None else config_of_run(document.data)
             self.whole = Origin(0, str(source))
             self.origins = {path: self._on_line(line) for path, line in document.lines.items()}
             for path, line, first in document.repeated:
-                text = f"{schema_tree.dotted(path)} is written twice, first on line {first}: keep one"
+                text = f"{dotted(path)} is written twice, first on line {first}: keep one"
                 self.mistakes.append(Mistake(self._on_line(line), text))
         tree = _written_out(data, Config)
         if not isinstance(tree, dict):
-            raise UserError(f"{source} holds {error_messages.shown(data)}, but takes settings, each on a line: `seed: 1`")
+            raise UserError(f"{source} holds {shown(data)}, but takes settings, each on a line: `seed: 1`")
         self.tree: dict[Any, Any] = tree
 
     def _on_line(self, line: int) -> Origin:
@@ -157,11 +158,11 @@ class _Draft:
             return self._refuse(origin, f"an override has no dashes: write {text.lstrip('-')}")
         if not all(path):
             return self._refuse(origin, "an override is written key.sub=value, as in train.lr=1e-5")
-        kind = schema_tree.type_at(path)
-        if kind is schema_tree.UNKNOWN:
-            return self._refuse(origin, error_messages.unknown(path))
+        kind = type_at(path)
+        if kind is UNKNOWN:
+            return self._refuse(origin, unknown(path))
         if not equals or not raw:
-            example = f"as in {name}={_example(path)}" if schema_tree.section_in(kind) is None else "as in train.lr=1e-5"
+            example = f"as in {name}={_example(path)}" if section_in(kind) is None else "as in train.lr=1e-5"
             return self._refuse(origin, f"{name} has no value: an override is written key=value, {example}")
         try:
             value = _override_value(path, raw)
@@ -172,15 +173,15 @@ class _Draft:
     def set(self, name: Any, value: Any, origin: Origin) -> None:
         """Apply one setting, or a section's settings, of a Python program."""
         path: Path = tuple(name.split(".")) if isinstance(name, str) else (name,)
-        if schema_tree.type_at(path) is schema_tree.UNKNOWN:
-            return self._refuse(origin, error_messages.unknown(path))
+        if type_at(path) is UNKNOWN:
+            return self._refuse(origin, unknown(path))
         return self._set(path, value, origin)
 
     def _set(self, path: Path, value: Any, origin: Origin) -> None:
-        kind = schema_tree.type_at(path)
+        kind = type_at(path)
         tree = _written_out(value, kind)
-        if schema_tree.section_in(kind) and (value is None or not isinstance(tree, dict)):
-            return self._refuse(origin, error_messages.unfit(path, value))
+        if section_in(kind) and (value is None or not isinstance(tree, dict)):
+            return self._refuse(origin, unfit(path, value))
         return self._put(path, tree, origin)
 
     def _refuse(self, origin: Origin, text: str) -> None:
@@ -188,7 +189,7 @@ class _Draft:
 
     def _put(self, path: Path, value: Any, origin: Origin) -> None:
         """Set one value; a section's settings are set one by one, so that the others stay."""
-        if schema_tree.section_in(schema_tree.type_at(path)) and isinstance(value, dict):
+        if section_in(type_at(path)) and isinstance(value, dict):
             for key, part in value.items():
                 self._put((*path, key), part, origin)
             return
@@ -196,9 +197,7 @@ class _Draft:
         for end in range(1, len(path)):
             inner = node.setdefault(path[end - 1], {})
             if not isinstance(inner, dict):
-                self._refuse(
-                    origin, f"{schema_tree.dotted(path[:end])} is {error_messages.shown(inner)} and holds no other values"
-                )
+                self._refuse(origin, f"{dotted(path[:end])} is {shown(inner)} and holds no other values")
                 return
             node = inner
         node[path[-1]] = value
@@ -211,18 +210,18 @@ class _Draft:
         KNOWN.learn_environment()
         KNOWN.learn(self.tree)
         for path, value in _not_numbers(self.tree, ()):
-            kind = schema_tree.plain(schema_tree.type_at(path))
+            kind = plain(type_at(path))
             if isinstance(value, float) and kind is not float:
-                text = f"{schema_tree.dotted(path)} is .nan, which is no value of any setting: write a number"
-                self.mistakes.append(Mistake(error_messages.origin_at(path, self.origins, self.whole), text))
+                text = f"{dotted(path)} is .nan, which is no value of any setting: write a number"
+                self.mistakes.append(Mistake(origin_at(path, self.origins, self.whole), text))
             elif kind in (int, float):
-                origin = error_messages.origin_at(path, self.origins, self.whole)
-                self.mistakes.append(Mistake(origin, error_messages.unfit(path, value)))
+                origin = origin_at(path, self.origins, self.whole)
+                self.mistakes.append(Mistake(origin, unfit(path, value)))
         config = None
         try:
             config = Config.model_validate(self.tree)
         except ValidationError as error:
-            self.mistakes += error_messages.mistakes_of(error, self.origins, self.whole)
+            self.mistakes += mistakes_of(error, self.origins, self.whole)
         if config is None or self.mistakes:
             ordered = sorted(self.mistakes, key=lambda mistake: mistake.origin.rank)
             raise UserError("\n".join(dict.fromkeys(map(str, ordered))))
@@ -246,7 +245,7 @@ class _Draft:
         return with_names(config.model_copy(update={"root": root}), found)
 
     def _overridden(self, path: Path) -> bool:
-        return error_messages.origin_at(path, self.origins, self.whole).rank >= _OVERRIDES_RANK
+        return origin_at(path, self.origins, self.whole).rank >= _OVERRIDES_RANK
 
 
 def _in_folder(config: Config, run: FilePath) -> Config:
@@ -316,7 +315,7 @@ def _files_in(folder: FilePath) -> str:
 
 def _written_out(value: Any, kind: Any) -> Any:
     """A copy in plain types, with short forms expanded and empty sections as empty mappings."""
-    section = schema_tree.section_in(kind)
+    section = section_in(kind)
     if isinstance(value, Section):
         value = value.model_dump()
     if section and value is None:
@@ -324,9 +323,9 @@ def _written_out(value: Any, kind: Any) -> Any:
     if section and section.short and not isinstance(value, (Mapping, list, tuple)):
         value = {section.short: value}
     if isinstance(value, Mapping):
-        return {key: _written_out(item, schema_tree.child(kind, key)) for key, item in value.items()}
+        return {key: _written_out(item, child(kind, key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_written_out(item, schema_tree.child(kind, position)) for position, item in enumerate(value)]
+        return [_written_out(item, child(kind, position)) for position, item in enumerate(value)]
     if hasattr(value, "__index__") and not isinstance(value, int):
         return int(value)  # of NumPy, say
     return str(value) if isinstance(value, PurePath) else value
@@ -334,9 +333,9 @@ def _written_out(value: Any, kind: Any) -> Any:
 
 def _override_value(path: Path, raw: str) -> Any:
     """The value an override means: YAML, except that what goes to a text setting is taken as it was typed."""
-    section = schema_tree.section_in(schema_tree.type_at(path))
+    section = section_in(type_at(path))
     target = (*path, section.short) if section and section.short else path
-    is_text = schema_tree.plain(schema_tree.type_at(target)) is str
+    is_text = plain(type_at(target)) is str
     try:
         document = parse(raw)
     except YamlError:
@@ -345,16 +344,16 @@ def _override_value(path: Path, raw: str) -> Any:
         return raw
     value = document.data
     for repeated, _, _ in document.repeated:
-        raise YamlError(f"{schema_tree.dotted((*path, *repeated))} is written twice: keep one")
+        raise YamlError(f"{dotted((*path, *repeated))} is written twice: keep one")
     as_typed = is_text and value is not None and not isinstance(value, (dict, list)) and raw[0] not in "\"'"
     return raw if as_typed else value
 
 
 def _example(path: Path) -> str:
     """A setting's default as it would be written in an override."""
-    section = schema_tree.section_in(schema_tree.type_at(path[:-1]))
+    section = section_in(type_at(path[:-1]))
     default = section.model_fields[str(path[-1])].get_default(call_default_factory=True) if section else 1
-    return error_messages.bare(default)
+    return bare(default)
 
 
 def _not_numbers(value: Any, path: Path) -> Iterator[tuple[Path, bool | float]]:

@@ -1,47 +1,41 @@
-"""The configuration of a run: every setting, its default and a line on what it does.
-
-`docs/config.md` is generated from these models. A section with a `short` field may be written as that field alone:
-`model: smollm2-135m` means `model: {path: smollm2-135m}`.
-"""
+"""The configuration of a run: all its sections, and the check that they go together."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
-
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from roll.config.algorithm import AlgorithmConfig
-from roll.config.domains import DomainConfig, SourceConfig, Stops
-from roll.config.evaluation import EvalConfig, EvalSetConfig, domain_of
+from roll.config.domains import DomainConfig, SourceConfig
+from roll.config.evaluation import EvalConfig, EvalSetConfig
 from roll.config.reward import RewardConfig, RewardPart, RewardRule
-from roll.config.section import (
-    BelowOne,
-    Bound,
-    Count,
-    Devices,
-    Limit,
-    Mode,
-    Names,
-    NonNegative,
-    Positive,
-    Processes,
-    Seconds,
-    Section,
-    Seed,
-    Share,
-    Threads,
-    Whole,
+from roll.config.rollout import RolloutConfig
+from roll.config.section import Section
+from roll.config.settings import (
+    DataConfig,
+    EnvConfig,
+    KeepConfig,
+    LoraConfig,
+    ModelConfig,
+    RunConfig,
+    Settings,
+    TasksConfig,
+    TrainConfig,
 )
-from roll.config.validation import UNREAD, check
+from roll.config.validation import check
 from roll.config.workers import FaultToleranceConfig, RayConfig, RoleConfig, RoleModel, RolesConfig, WeightSyncConfig
 
 __all__ = [
-    "UNREAD",
     "AlgorithmConfig",
+    "Config",
+    "DataConfig",
     "DomainConfig",
+    "EnvConfig",
     "EvalConfig",
     "EvalSetConfig",
     "FaultToleranceConfig",
+    "KeepConfig",
+    "LoraConfig",
+    "ModelConfig",
     "RayConfig",
     "RewardConfig",
     "RewardPart",
@@ -49,367 +43,18 @@ __all__ = [
     "RoleConfig",
     "RoleModel",
     "RolesConfig",
+    "RolloutConfig",
+    "RunConfig",
     "Section",
     "SourceConfig",
+    "TasksConfig",
+    "TrainConfig",
     "WeightSyncConfig",
 ]
 
 
-class LoraConfig(Section):
-    """Low-rank adapters, trained in place of the model's own weights."""
-
-    short: ClassVar[str | None] = "rank"
-
-    rank: Whole = 0
-    """Rank of their matrices: what they can learn, and what they cost. 0: no adapters, all weights are trained."""
-    alpha: NonNegative = 0.0
-    """What adapters add is multiplied by alpha / rank; 0 is twice the rank."""
-    dropout: BelowOne = 0.0
-    """Share of their inputs that adapters drop in updates. Above 0 the gradient depends on the micro-batches."""
-    targets: Names = ("all-linear",)
-    """Names of the layers that get adapters, such as `[q_proj, v_proj]`; `all-linear`: all linear ones of the decoder."""
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank if self.alpha else 2.0
-
-    @model_validator(mode="after")
-    def _check_rank(self) -> LoraConfig:
-        if self.model_fields_set and "rank" not in self.model_fields_set:
-            written = ", ".join(f"model.lora.{name}" for name in sorted(self.model_fields_set))
-            raise ValueError(f"{written} is set, but there are no adapters: write model.lora.rank=16, or remove it")
-        return self
-
-
-class ModelConfig(Section):
-    """The model to train."""
-
-    short: ClassVar[str | None] = "path"
-
-    path: str = "smollm2-135m"
-    """`smollm2-135m`, `tiny`, a model folder, a run folder, a `.gguf` file, or a model hub id."""
-    dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Precision of parameters and serving; `auto` is bf16 where the hardware multiplies it, else fp32."""
-    chat_template: str | None = None
-    """File with a Jinja chat template that replaces the model's own."""
-    lora: LoraConfig = LoraConfig()
-
-    @property
-    def adapters(self) -> LoraConfig | None:
-        return self.lora if self.lora.rank else None
-
-
-class TasksConfig(SourceConfig):
-    """What to solve."""
-
-    source: str = "addition"
-    """`addition`, `echo`, `environment`, `reasoning_gym:family`, a `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` file,
-    `hf:dataset`, or a function: `module:name` or `file.py:name` (`docs/tasks.md`)."""
-    domain_weights: dict[str, Positive] = Field(default_factory=dict)
-    """Share of each domain among the groups, by name; empty: every task equally often."""
-    sampler: Literal["epochs", "solve_rate"] = "epochs"
-    """`epochs`: every task once an epoch. `solve_rate`: of those, tasks always or never solved of late often wait."""
-    max_prompt_tokens: Whole = 0
-    """Longest prompt, in tokens; 0: whatever leaves room for `max_new_tokens` in the model's context."""
-    too_long: Literal["refuse", "drop"] = "refuse"
-    """What is done about a task with a longer one: `refuse` the run, or `drop` the task."""
-
-
-class DataConfig(Section):
-    """Conversations to imitate, for `pipeline: sft`."""
-
-    short: ClassVar[str | None] = "source"
-
-    source: str = "addition"
-    """A `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` file, `hf:dataset`, a source of tasks with answers (`addition`,
-    `echo`, `reasoning_gym:family`), `demonstrations` or `dagger` (an environment's expert), or a function: `module:name`
-    or `file.py:name`."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the source; of a file: the names of its columns, and the share `held_out`."""
-    samples_per_step: Count = 32
-    """Conversations that train one step."""
-    epochs: NonNegative = 0.0
-    """Times every conversation is trained on, which makes the number of steps; 0: `train.steps` does."""
-    max_tokens: Whole = 0
-    """Longest conversation, in tokens; 0 for the model's context."""
-    too_long: Literal["refuse", "drop", "cut"] = "refuse"
-    """What is done about a longer one: `refuse` the run, `drop` it, or `cut` off its end."""
-
-
-class RolloutConfig(Section):
-    """How samples are made: `groups_per_step × group_size = samples_per_step`."""
-
-    groups_per_step: Count = 8
-    """Tasks whose groups train one step."""
-    group_size: Count = 8
-    """Samples of one task."""
-    max_new_tokens: Count = 256
-    """Longest response, in tokens."""
-    temperature: Positive = 1.0
-    """Sampling temperature; log-probs of training are under the same one."""
-    top_p: Share = 1.0
-    """Nucleus sampling; below 1 needs `train_on_truncated`."""
-    top_k: Whole = 0
-    """Sample from the k likeliest tokens, 0 for all; above 0 needs `train_on_truncated`."""
-    train_on_truncated: bool = False
-    """Allow training on samples of a truncated distribution (top_p, top_k)."""
-    stop: Stops = ()
-    """Strings that end a response (their tokens stay in it)."""
-    filter: str = "no_signal"
-    """Which finished groups are dropped and replaced: `no_signal` (rewards all equal), `mean_range`, `none`, or a
-    function: `module:name` or `file.py:name`."""
-    filter_range: tuple[Bound, Bound] = (0.05, 0.95)
-    """`mean_range` keeps groups whose mean reward is in it."""
-    max_replacements: NonNegative = 1.0
-    """At most this many times `groups_per_step` dropped groups are replaced in a step."""
-    max_staleness: Whole = 0
-    """Versions of the weights a sample may be behind when it is trained on. 0 is on-policy; above, generation goes on
-    while training runs, which needs `executor: ray`."""
-    staleness_policy: Literal["wait", "mask", "drop"] = "wait"
-    """What is done about samples that would get too old: `wait` for them, `mask` their old tokens, or `drop` them."""
-    staleness_timeout_s: Seconds = 600.0
-    """Seconds `wait` waits; then they are dropped."""
-    on_weight_update: Literal["pause", "abort"] = "pause"
-    """Around new weights, running samples `pause` and go on, or `abort` and go on from their prefix, computed anew."""
-    oversample: NonNegative = 0.0
-    """Groups issued beyond a step's need, as a share of it."""
-    batch_selection: Literal["in_order", "first_finished"] = "in_order"
-    """Which groups make a step: the oldest issued, or the first to finish, which favours short answers."""
-    task_order: str = "in_order"
-    """Which task is next: `in_order`, `longest_first` (by expected length), `tail_batching` (long ones in steps of their
-    own), or a class: `module:name` or `file.py:name`."""
-    lookahead: Count = 64
-    """Tasks that `task_order: longest_first` chooses from."""
-    early_stop: tuple[str, ...] = ()
-    """What ends a response early: `repetition`, `length_budget=4` (times its siblings' mean), or a function."""
-    policy: str = "none"
-    """What interferes with running groups: `none`, `stragglers=60` (the last responses of a step are ended after so many
-    seconds), or a class: `module:name` or `file.py:name`."""
-    max_running: Count = 64
-    """Samples an engine generates at once."""
-    kv_cache_tokens: Whole = 0
-    """Tokens an engine's cache holds at most: it gets no more samples then, and of those that the embedded engine has,
-    some wait. 0 for what they need, as far as memory goes."""
-    router_replay: bool = True
-    """Of a mixture of experts: engines record which experts each token was sent to, and trainers send it to the same
-    ones. Without effect on other models."""
-    deadline_s: Seconds = 600.0
-    """Seconds that engines may spend on one response; then its sample fails."""
-    max_attempts: Count = 3
-    """Attempts at a sample whose worker dies or hangs."""
-    quarantine_after: Count = 3
-    """Workers a task's samples may have killed or hung; after that the task is dropped wherever it comes up."""
-
-
-class TrainConfig(Section):
-    """How weights are updated."""
-
-    steps: Count = 100
-    """Training steps."""
-    lr: Positive = 1e-6
-    """Peak learning rate."""
-    warmup_steps: Whole = 0
-    """Steps over which the learning rate rises from 0."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up; `linear` and `cosine` end at 0."""
-    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    """`adamw_8bit` keeps the moments of large matrices in 8 bits: a quarter of the memory, and the package torchao."""
-    weight_decay: NonNegative = 0.0
-    """AdamW's decoupled weight decay (matrices only)."""
-    betas: tuple[BelowOne, BelowOne] = (0.9, 0.99)
-    """AdamW's moment decays."""
-    eps: Positive = 1e-8
-    """AdamW's epsilon."""
-    clip_grad_norm: Limit = 1.0
-    """Largest norm of the gradient; `.inf`: any."""
-    max_skipped_in_a_row: Count = 5
-    """Steps in a row with an update skipped, because its loss or gradient was not finite, after which the run stops."""
-    router_balance_loss: NonNegative = 0.0
-    """For mixtures of experts: weight of the loss that makes routers use their experts evenly within each sample
-    (DeepSeek-V3's; about 0.001)."""
-    router_bias_rate: NonNegative = 0.0
-    """For mixtures whose routers have a bias (DeepSeek-V3, GLM-4.5): how far an update moves it towards experts with few
-    tokens (about 0.001); 0 leaves it as it is."""
-    updates_per_step: Count = 1
-    """Parts a step's batch is cut into, an optimizer step each, the critic's too. Several updates in a step, of parts or
-    epochs, are held to the policy that the step began with: its log-probs are computed first."""
-    epochs_per_step: Count = 1
-    """Times the parts of a step's batch are gone through."""
-    micro_batch_tokens: Whole = 0
-    """Distinct tokens in a micro-batch; a shared prefix counts once. Changes memory and speed, never the gradient. 0 is
-    4096 on a CPU, and on a GPU what fits in its memory, at most 131072."""
-    share_prefixes: bool = True
-    """Compute what samples of a micro-batch begin with in common once. Changes speed, never the gradient."""
-    activation_checkpointing: Literal["auto", "on", "off"] = "auto"
-    """Compute a layer's activations again in the backward pass instead of keeping them: slower, much less memory. `auto`:
-    where a GPU has too little memory otherwise."""
-    compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the decoder's layers with `torch.compile`; `auto`: on a GPU in 16 bits, without adapters
-    and `parallel.tensor`."""
-
-    @property
-    def several_updates(self) -> bool:
-        """Whether a step makes more than one optimizer step, so that its later ones are off-policy."""
-        return self.updates_per_step * self.epochs_per_step > 1
-
-
-class KeepConfig(Section):
-    """What a run keeps of what it writes; the rest is deleted as it goes (`docs/runs.md`)."""
-
-    checkpoints: Count = 2
-    """Newest checkpoints kept."""
-    checkpoints_every: Whole = 0
-    """Also keep every checkpoint whose step is a multiple of this; 0: none."""
-    best: bool = False
-    """Keep the checkpoint with the best held-out result besides, of those saved right after an evaluation."""
-    samples: Whole = 0
-    """Newest steps whose samples are kept; 0: all."""
-    trace_mb: Whole = 128
-    """Trace files kept, in MiB, the oldest deleted first; 0: all. A file ends at a quarter of it."""
-    log_mb: Count = 64
-    """Limit of each process log, in MiB: a third of it keeps the beginning, the rest the newest lines."""
-
-
-class RunConfig(Section):
-    """Where the run lives and what it keeps."""
-
-    short: ClassVar[str | None] = "dir"
-
-    dir: str = "runs/run"
-    """The run's folder."""
-    mode: Mode = "0700"
-    """Who may read it, as for `chmod`: `0700` is you alone, `0750` your group too, `0755` everybody. Its files, and what
-    `roll export` makes of it, are as readable as it is."""
-    checkpoint_every: Whole = 20
-    """Steps between checkpoints, 0 for only at the end."""
-    keep: KeepConfig = KeepConfig()
-    tensorboard: bool = True
-    """Write TensorBoard events."""
-    save_samples: bool = True
-    """Write every sample's text, tokens and rewards."""
-    trace: bool = True
-    """Write `trace.json`: every stage of every sample, for Perfetto."""
-    curve: bool = True
-    """Draw `curve.png`, what was learned over the steps, at the end."""
-
-
-class EnvConfig(Section):
-    """How environments run, for tasks that have one."""
-
-    processes: Processes = 1
-    """Processes of each environment worker."""
-    per_process: Count = 64
-    """Episodes a process holds at once."""
-    reset_deadline_s: Seconds = 60.0
-    """Seconds an environment may take to begin an episode; then its process is killed and replaced."""
-    step_deadline_s: Seconds = 30.0
-    """Seconds an environment may take for one step; then its process is killed and replaced."""
-    limits: dict[str, Count] = Field(default_factory=dict)
-    """Most episodes of an environment at once in a worker, by the environment's name; others are not held up."""
-    memory_mb: Whole = 0
-    """Memory of an environment process, 0 for no limit."""
-    max_turns: Count = 16
-    """Most actions of an episode."""
-    max_tokens: Whole = 0
-    """Longest conversation of an episode, in tokens, 0 for the model's context: one that reaches it is over."""
-    window: Whole = 0
-    """Turns before the present one that the model sees beside the opening, 0 for all. Where some are left out, each turn
-    is trained in a context of its own."""
-
-
-class Config(Section):
+class Config(Settings):
     """A whole run."""
-
-    pipeline: Literal["rlvr", "sft"] = "rlvr"
-    """`rlvr`: reinforcement learning from verifiable rewards. `sft`: supervised fine-tuning on conversations."""
-    model: ModelConfig = ModelConfig()
-    seed: Seed = 0
-    """Fixes the order of tasks, the noise of sampling and fresh weights."""
-    executor: Literal["local", "ray"] = "local"
-    """`local`: one process, roles take turns. `ray`: every worker a process, on this machine or a cluster."""
-    devices: Devices = "auto"
-    """Devices of roles without devices of their own: `auto` is the GPUs if there are any, else the CPU."""
-    offload: Literal["auto", "always", "never"] = "auto"
-    """Whether a role that shares its devices leaves them while another has its turn; `auto`: when not all of it fits."""
-    deterministic: bool = False
-    """The same bits every time, whatever else is running; slower."""
-    threads: Threads = 0
-    """CPU threads of the numeric work, 0 for one a core."""
-    run: RunConfig = RunConfig()
-    tasks: TasksConfig = TasksConfig()
-    domains: dict[str, DomainConfig] = Field(default_factory=dict)
-    """Kinds of tasks by name, in place of `tasks` and `reward`: each with its own tasks, weight, reward, limits and
-    filter (`docs/domains.md`)."""
-    data: DataConfig = DataConfig()
-    reward: RewardConfig = RewardConfig()
-    env: EnvConfig = EnvConfig()
-    rollout: RolloutConfig = RolloutConfig()
-    train: TrainConfig = TrainConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    eval: EvalConfig = EvalConfig()
-    roles: RolesConfig = RolesConfig()
-    weight_sync: WeightSyncConfig = WeightSyncConfig()
-    ray: RayConfig = RayConfig()
-    fault_tolerance: FaultToleranceConfig = FaultToleranceConfig()
-    root: str = ""
-    """Folder that relative names of files and code are found from. Empty: the folder of the YAML file; in Python, of a
-    config without a file, the working directory."""
-
-    def rollout_of(self, domain: str) -> RolloutConfig:
-        """How samples of a domain's tasks are made."""
-        return self.own_rollouts.get(domain, self.rollout)
-
-    @property
-    def own_rollouts(self) -> dict[str, RolloutConfig]:
-        """How samples of domains and of sets to evaluate on are made, by the domain of their tasks."""
-        own = {name: domain.rollout(self.rollout) for name, domain in self.domains.items()}
-        for name, each in self.eval.sets.items():
-            chosen = {"max_new_tokens": each.max_new_tokens, "stop": each.stop}
-            changes = {field: value for field, value in chosen.items() if value is not None}
-            own[domain_of(name)] = self.rollout.model_copy(update=changes)
-        return own
-
-    @property
-    def longest_evaluated(self) -> int:
-        """The most new tokens of a response, in training or in an evaluation."""
-        return max(
-            self.longest_response, *(self.rollout_of(domain_of(name)).max_new_tokens for name in self.eval.sets), 0
-        )
-
-    @property
-    def reward_rules(self) -> dict[str, RewardRule]:
-        """The rewards of the run and of its evaluations, each by the setting that it is under."""
-        rules: dict[str, RewardRule] = {f"domains.{name}.reward": domain.reward for name, domain in self.domains.items()}
-        own = {f"eval.sets.{name}.reward": each.reward for name, each in self.eval.sets.items()}
-        return (rules or {"reward": self.reward}) | {where: rule for where, rule in own.items() if rule is not None}
-
-    @property
-    def longest_response(self) -> int:
-        """The most new tokens of a response in any domain."""
-        return max(
-            (self.rollout_of(domain).max_new_tokens for domain in self.domains), default=self.rollout.max_new_tokens
-        )
-
-    @property
-    def mix(self) -> dict[str, float]:
-        """Weights of the domains that are trained on; empty where they have none."""
-        own = {name: domain.weight for name, domain in self.domains.items() if domain.weight > 0}
-        return own or self.tasks.domain_weights
-
-    @property
-    def scoring_roles(self) -> dict[str, str]:
-        """The roles whose models give parts of rewards, each with a setting that asks for it."""
-        found: dict[str, str] = {}
-        for where, rule in self.reward_rules.items():
-            for part, role in rule.asked.items():
-                found.setdefault(role, f"{where}.parts.{part}" if part else where)
-        return found
-
-    @property
-    def judges(self) -> str:
-        """What the rewards are called where one line must do."""
-        own = ", ".join(f"{domain.reward.label} ({name})" for name, domain in self.domains.items())
-        return own or self.reward.label
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> Config:

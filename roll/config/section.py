@@ -39,6 +39,8 @@ Mode = Annotated[
 """Rights to a folder in octal digits; `0750`, which YAML reads as a number, is one."""
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 """Names; a single one may be written alone."""
+Stops = tuple[Annotated[str, Field(min_length=1)], ...]
+"""Strings that end a response."""
 
 
 class Section(BaseModel):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from roll.config.evaluation import check_evaluation
-
-if TYPE_CHECKING:
-    from roll.config.schema import Config, RolloutConfig
+from roll.config.rollout import RolloutConfig
+from roll.config.settings import Settings
 
 UNREAD = {
     "rlvr": ("data",),
@@ -24,7 +22,7 @@ REPLACED = ("tasks.source", "tasks.options", "tasks.domain_weights", "reward.nam
 _NAME = re.compile(r"[\w-]+")
 
 
-def check(config: Config) -> None:
+def check(config: Settings) -> None:
     """`ValueError` where the sections do not go together."""
     _check_all_is_read(config)
     if config.domains:
@@ -37,7 +35,7 @@ def check(config: Config) -> None:
     _check_across_fields(config)
 
 
-def _check_all_is_read(config: Config) -> None:
+def _check_all_is_read(config: Settings) -> None:
     """What the pipeline does not read must be left alone."""
     other = "sft" if config.pipeline == "rlvr" else "rlvr"
     unread = [(name, key) for name in UNREAD[config.pipeline] if (key := _changed(config, name)) is not None]
@@ -46,7 +44,7 @@ def _check_all_is_read(config: Config) -> None:
         raise ValueError("\n".join(f"{key} is set, but nothing reads {name} {rest}" for name, key in unread))
 
 
-def _check_sft(config: Config) -> None:
+def _check_sft(config: Settings) -> None:
     train, data = config.train, config.data
     if train.updates_per_step > 1:
         raise ValueError(
@@ -64,7 +62,7 @@ def _check_sft(config: Config) -> None:
         )
 
 
-def _check_scoring(config: Config) -> None:
+def _check_scoring(config: Settings) -> None:
     """A role that gives rewards has a model, and a model is asked for rewards."""
     asked = config.scoring_roles
     for role in ("reward_model", "judge"):
@@ -82,7 +80,7 @@ def _check_scoring(config: Config) -> None:
             )
 
 
-def _check_domains(config: Config) -> None:
+def _check_domains(config: Settings) -> None:
     """Each domain has all that a run without domains has once."""
     for name in REPLACED:
         if (key := _changed(config, name)) is not None:
@@ -106,14 +104,14 @@ def _check_domains(config: Config) -> None:
         raise ValueError(f"domains.{next(iter(config.domains))}.tasks has no source, and no other domain has one")
 
 
-def _check_sets(config: Config) -> None:
+def _check_sets(config: Settings) -> None:
     for name in config.eval.sets:
         if not _NAME.fullmatch(name):
             raise ValueError(f"eval.sets has {name!r}: a name is of letters, digits, - and _")
     check_evaluation(config.eval, bool(config.domains))
 
 
-def _check_groups(config: Config, rollout: RolloutConfig, setting: str) -> None:
+def _check_groups(config: Settings, rollout: RolloutConfig, setting: str) -> None:
     if rollout.group_size == 1 and rollout.filter == "no_signal" and config.algorithm.baseline != "greedy":
         raise ValueError(
             f"rollout.group_size is 1, and {setting}=no_signal drops groups whose rewards are all equal: write "
@@ -126,7 +124,7 @@ def _check_range(setting: str, bounds: tuple[float, float]) -> None:
         raise ValueError(f"{setting} is {bounds}: write the lower bound first")
 
 
-def _check_across_fields(config: Config) -> None:
+def _check_across_fields(config: Settings) -> None:
     rollout, train, algorithm = config.rollout, config.train, config.algorithm
     if config.executor == "local" and config.ray.address is not None:
         raise ValueError(
@@ -179,7 +177,7 @@ def _check_across_fields(config: Config) -> None:
         )
 
 
-def _changed(config: Config, name: str) -> str | None:
+def _changed(config: Settings, name: str) -> str | None:
     """The first setting of a section, or the one of that name, that is not as it is where nothing is written."""
     section, _, field = name.partition(".")
     value, usual = getattr(config, section), type(config).model_fields[section].get_default(call_default_factory=True)

@@ -18,7 +18,7 @@ from roll.env.resolve import EnvSpecError, Factory, check_options, resolve_optio
 from roll.process.child_main import REASON_CHARS, detail, log_failure, reason
 
 if TYPE_CHECKING:
-    from roll.env.async_runner import SharedLoop
+    from roll.env.shared_loop import SharedLoop
 
 SendResult: TypeAlias = Callable[[int, Result, float], None]
 """Sends the result of a request to the pool, with the seconds it took."""

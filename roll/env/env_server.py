@@ -43,7 +43,7 @@ from roll.process.framing import HEADER, read_payload
 from roll.process.memory_limit import MemoryLimit
 
 if TYPE_CHECKING:
-    from roll.env.async_runner import SharedLoop
+    from roll.env.shared_loop import SharedLoop
 
 COMMAND = command("roll.env.env_server")
 
@@ -159,7 +159,7 @@ class EnvServer:
         return ThreadRunner(instance, self._send_result, self._loop, lambda: self._on_thread_closed(instance))
 
     def _loop(self) -> SharedLoop:
-        from roll.env.async_runner import SharedLoop
+        from roll.env.shared_loop import SharedLoop
 
         with self._loop_lock:
             self._shared_loop = self._shared_loop or SharedLoop()

@@ -14,7 +14,7 @@ BUILTINS: Mapping[str, str] = MappingProxyType(
         "fuzzy": "roll.reward.match:Fuzzy",
         "http": "roll.reward.http_reward:HttpReward",
         "instructions": "roll.reward.instructions:Instructions",
-        "judge": "roll.reward.judge:judge",
+        "judge": "roll.reward.judge_factory:judge",
         "length": "roll.reward.length:Length",
         "math": "roll.reward.maths:Math",
         "number": "roll.reward.numbers:Number",

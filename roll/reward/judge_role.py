@@ -5,13 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from roll.data.task import Message, Response, Task
+from roll.reward.judge import Judge
 from roll.reward.model_reward import JudgeSampling, ScoreBackend
-
-if TYPE_CHECKING:
-    from roll.reward.judge import Judge
 
 
 @dataclass(frozen=True)

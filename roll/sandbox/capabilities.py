@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from roll.sandbox import cgroups
+from roll.sandbox.cgroups import NoCgroups, find
 from roll.sandbox.execution import execute
 from roll.sandbox.inside import kernel
 from roll.sandbox.isolation import LANDLOCK_SIGNALS, LEVELS, NOBODY, Guard, Level, Python, Sandbox
@@ -76,8 +76,8 @@ def try_level(level: Level) -> Sandbox | MissingLevel:
     """A level that has just run a program, or why it could not."""
     try:
         sandbox = _describe_level(level)
-        groups = cgroups.find()
-        if isinstance(groups, cgroups.NoCgroups):
+        groups = find()
+        if isinstance(groups, NoCgroups):
             return _try(replace(sandbox, uncounted=groups.why))
         counted = _try(replace(sandbox, cgroups=groups))
         # where groups can be created but not joined

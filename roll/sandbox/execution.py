@@ -25,7 +25,7 @@ from roll.sandbox.cgroups import Cgroup, groups_of
 from roll.sandbox.inside.kernel import descendants
 from roll.sandbox.inside.program import BEGUN, ENDED, SCRATCH_LEFT
 from roll.sandbox.isolation import Sandbox
-from roll.sandbox.launch import SCRATCH, call_filter, command, drops_user, payload, scratch_of, sealed_file
+from roll.sandbox.launch import SCRATCH, call_filter_of, command, drops_user, payload, scratch_of, sealed_file
 from roll.sandbox.program import Kind, Limits, Program, ProgramResult, SandboxError
 from roll.sandbox.scratch_usage import Scratch
 from roll.sandbox.usage import child_pids, exceeds_memory, has_free_files
@@ -267,7 +267,7 @@ def _start(
         join_fds = group.join_fds if group is not None else ()
         text = payload(sandbox, program, limits, scratch=scratch, status_fd=status_write, join_fds=join_fds, tidy=tidy)
         text_fd = child_fds.enter_context(sealed_file(text))
-        filter_fd = child_fds.enter_context(sealed_file(call_filter(sandbox)))
+        filter_fd = child_fds.enter_context(sealed_file(call_filter_of(sandbox)))
         stdin_fd = child_fds.enter_context(sealed_file(program.stdin)) if stdin is None else stdin
         try:
             process = subprocess.Popen(

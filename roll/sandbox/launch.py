@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Any, cast
 
-from roll.sandbox import seccomp_filter
 from roll.sandbox.inside import kernel
 from roll.sandbox.inside.removal import FOLDER
 from roll.sandbox.isolation import FIRST_USER, LANDLOCK_SIGNALS, NOBODY, Level, Sandbox
 from roll.sandbox.program import OPEN_FILES, Limits, Program, SandboxError
+from roll.sandbox.seccomp_filter import Machine, call_filter
 
 SCRATCH = "/scratch"
 _INSIDE = "roll.sandbox.inside"
@@ -133,14 +133,14 @@ def _codes(python: str) -> Mapping[str, bytes]:
     return codes
 
 
-def call_filter(sandbox: Sandbox) -> bytes:
+def call_filter_of(sandbox: Sandbox) -> bytes:
     """The seccomp filter; empty if there is none."""
     if "calls" not in sandbox.guards:
         return b""
     plain, counted = sandbox.level == "plain", sandbox.cgroups is not None
     own_user = not plain or "user" in sandbox.guards
-    bpf = seccomp_filter.call_filter(
-        cast("seccomp_filter.Machine", kernel.machine()),
+    bpf = call_filter(
+        cast(Machine, kernel.machine()),
         watched=plain or not counted,
         signals=not own_user and kernel.landlock_version() < LANDLOCK_SIGNALS,
         counted=counted,
@@ -192,7 +192,7 @@ def _config(sandbox: Sandbox, program: Program, limits: Limits) -> dict[str, Any
         "guards": sorted(sandbox.guards),
         "users": FIRST_USER,
         "nobody": NOBODY,
-        "filter": call_filter(sandbox) if sandbox.level != "bubblewrap" else b"",
+        "filter": call_filter_of(sandbox) if sandbox.level != "bubblewrap" else b"",
         "parent": os.getpid(),
         "rlimits": {
             "RLIMIT_CPU": limits.cpu_s,
@@ -232,7 +232,7 @@ def _bubblewrap(sandbox: Sandbox, limits: Limits, filter_fd: int, info: int) -> 
         *(part for name, target in kernel.DEVICE_LINKS.items() for part in ("--symlink", target, f"/dev/{name}")),
         *("--size", str(limits.scratch_bytes), "--tmpfs", SCRATCH),
         *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", SCRATCH),
-        *(("--seccomp", str(filter_fd)) if call_filter(sandbox) else ()),
+        *(("--seccomp", str(filter_fd)) if call_filter_of(sandbox) else ()),
         "--",
     ]
 

@@ -15,16 +15,13 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 from roll.config.errors import RunError, UserError
 from roll.config.user_code import load_user_code
 from roll.data.sample import Group, Sample
 from roll.data.task import Task
 from roll.scheduler.batch_selection import BatchSelector
-
-if TYPE_CHECKING:
-    from roll.scheduler.scheduler import RolloutScheduler
 
 LOOK_S = 2.0
 """Seconds between calls of `Policy.look` while a step waits."""
@@ -62,10 +59,26 @@ class GroupView:
     samples: tuple[SampleView, ...]
 
 
+class GroupActions(Protocol):
+    """What `SchedulerControl` needs of the scheduler."""
+
+    def add(self, task: Task, priority: int = 0) -> Group: ...
+
+    def drop(self, group: Group, reason: str) -> None: ...
+
+    def reprioritise(self, group: Group, priority: int) -> None: ...
+
+    def stop(self, sample: Sample, reason: str) -> bool: ...
+
+    def end(self, sample: Sample, reason: str) -> bool: ...
+
+    def requeue(self, sample: Sample, reason: str) -> bool: ...
+
+
 class SchedulerControl:
     """The interface of a policy to the scheduler. Groups are identified by index, samples by id."""
 
-    def __init__(self, scheduler: RolloutScheduler, closing: Callable[[], BatchSelector]) -> None:
+    def __init__(self, scheduler: GroupActions, closing: Callable[[], BatchSelector]) -> None:
         self._scheduler = scheduler
         self._closing = closing
 
