@@ -78,7 +78,7 @@ def measure(model: str, executor: str, offload: str, steps: int) -> dict[str, An
     with tempfile.TemporaryDirectory() as folder:
         overrides = [*SETTINGS, f"model.path={model}", f"executor={executor}", f"offload={offload}"]
         config = load_config(EXAMPLE, [*overrides, f"run.dir={folder}/run", f"train.steps={steps}"])
-        plan = make_plan(config, prepare(config).job)
+        plan = make_plan(config, prepare(config).requirements)
         train(config, reporter=PlainReporter())
         metrics = [row for row in Metrics.read(Path(folder) / "run" / "metrics.jsonl") if "time/step_s" in row]
     estimated = estimates(plan, together=executor == "local")

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from roll.config import Config, RewardConfig, UserError, load_config
 from roll.config.schema import DataConfig, ModelConfig, TasksConfig
 from roll.data.in_memory import are_splits, given_chats, given_tasks
-from roll.pipeline.output import say
-from roll.pipeline.preflight import check_folder, check_model, check_plays, find
+from roll.pipeline.output import print_line
+from roll.pipeline.preflight import check_folder, check_has_rollouts, check_model, find
 from roll.pipeline.signals import outside_loop
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def play(
     if isinstance(episodes, bool) or not isinstance(episodes, int) or episodes < 1:
         raise UserError(f"episodes is {episodes!r}: write how many attempts to make, as in episodes=4")
     given = arguments(_of_run(config, code), model, tasks, reward, None, overrides, settings)
-    check_plays(given.config)
+    check_has_rollouts(given.config)
     found = find(given.config, **given.objects)
     check_model(given.config)
     from roll.pipeline.entrypoints import play as run_play
@@ -335,5 +335,5 @@ def _of_run(config: ConfigLike, code: Code | None) -> ConfigLike:
 
     found, said = config_of_run(Path(config), code=code)
     if said:
-        say(said)
+        print_line(said)
     return found

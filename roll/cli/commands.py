@@ -177,10 +177,10 @@ def rollout(
     code: CodeOption = None,
 ) -> None:
     """Make rollouts without training and show them: who said what, rewards, and which tokens would be trained on."""
-    from roll.pipeline.preflight import check_plays
+    from roll.pipeline.preflight import check_has_rollouts
 
     settings = _config_of(target, overrides or [], code)
-    check_plays(settings)
+    check_has_rollouts(settings)
     found = _found(settings)
     from roll.cli.transcripts import print_json, print_transcripts
     from roll.pipeline.entrypoints import play
@@ -207,16 +207,16 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
 
     pipeline = prepare(settings, found=found)
     with executor_of(settings) as executor:
-        made = make_plan(pipeline.config, pipeline.job, inventory_of(settings, executor))
+        made = make_plan(pipeline.config, pipeline.requirements, inventory_of(settings, executor))
     trained = f", of adapters {made.adapters:,}" if made.adapters else ""
     what = f"{made.model}: {made.parameters:,} parameters{trained} in {made.dtype}, executor {settings.executor}"
     _console.print(what, markup=False, soft_wrap=True)
     for drawn in render_plan(made, _console.width):
         _console.print(drawn)
-    if pipeline.checked:
-        _console.print(pipeline.checked, markup=False, highlight=False)
-    for remark in pipeline.remarks:
-        _console.print(Text(f"warning: {remark}", "yellow"), soft_wrap=True)
+    if pipeline.answer_check:
+        _console.print(pipeline.answer_check, markup=False, highlight=False)
+    for warning in pipeline.warnings:
+        _console.print(Text(f"warning: {warning}", "yellow"), soft_wrap=True)
     place = Path(settings.run.dir)
     if (too_much := disk_warning(made.writes, place)) is not None:
         _console.print(Text(f"warning: {too_much}", "yellow"), soft_wrap=True)

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from roll.config.evaluation import HELD_OUT
-from roll.pipeline.report import Measured, StepReport, held_out_lines
+from roll.pipeline.report import HeldOutResult, StepReport, held_out_lines
 from roll.pipeline.sft_eval import SFTEval
 from roll.run.folder import RunFolder
 from roll.run.state_latency import StateTable
@@ -36,7 +36,7 @@ class LiveReporter:
         self._phase = "starting"
         self._report: StepReport | None = None
         self._values: list[float] = []
-        self._measured: list[tuple[int, Measured]] = []
+        self._measured: list[tuple[int, HeldOutResult]] = []
         self._stages = StateTable()
         # Last, because it draws at once.
         self._live = Live(console=console, refresh_per_second=4, transient=False, get_renderable=self._draw)
@@ -60,8 +60,8 @@ class LiveReporter:
         self._phase = text
         self._live.start()
 
-    def evaluated(self, step: int, measured: Measured) -> None:
-        self._measured.append((step, measured))
+    def evaluated(self, step: int, result: HeldOutResult) -> None:
+        self._measured.append((step, result))
         self._phase = "training"
 
     def stepped(self, report: StepReport) -> None:

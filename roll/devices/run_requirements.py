@@ -23,7 +23,7 @@ class RunRequirements:
     """Names and values to show before the run starts."""
 
 
-def rlvr_job(config: Config, tasks: TaskSet) -> RunRequirements:
+def rlvr_requirements(config: Config, tasks: TaskSet) -> RunRequirements:
     renderer = ChatRenderer(load_tokenizer(find_model(config.model.path), config.model), ())
     asked = [task.messages for task in first_of_each(tasks.train, 256) if task.messages]
     prompts = [len(renderer.opening(messages).tokens) for messages in asked] or [0]
@@ -75,7 +75,7 @@ def rlvr_roles(config: Config, environments: bool = False) -> frozenset[str]:
 SFT_ROLES = frozenset({"actor_train"})
 
 
-def sft_job(config: Config, corpus: SFTDataset, order: EpochPermutation) -> RunRequirements:
+def sft_requirements(config: Config, corpus: SFTDataset, order: EpochPermutation) -> RunRequirements:
     train, held_out = corpus.train, corpus.held_out
     learned = int(train.loss_mask.sum())
     sizes = (

@@ -19,11 +19,11 @@ from roll.data.chat_sources import ChatSource
 from roll.data.sources import TaskSource
 from roll.devices.disk_estimate import disk_warning
 from roll.devices.plan import Plan, check_memory, make_plan
-from roll.pipeline.preflight import Found, check_folder, check_plays
+from roll.pipeline.preflight import Found, check_folder, check_has_rollouts
 from roll.pipeline.prepare import Pipeline, RLVRPipeline, prepare
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.report import PlainReporter, Reporter
-from roll.pipeline.resume import Resumed, newest_checkpoint, resumed
+from roll.pipeline.resume import ResumePoint, find_resume_point, newest_checkpoint
 from roll.pipeline.roles import TrainRoles, executor_of, inventory_of
 from roll.pipeline.run_code import Chosen, Code, code_to_resume
 from roll.pipeline.sft_eval import SFTEval
@@ -58,34 +58,34 @@ def train(
     folder, `current` is what is on disk now. `found` is the result of `preflight.find` for the config of a new run.
     """
     reporter = reporter or PlainReporter()
-    place, given = Path(config.run.dir), {"reward": reward, "tasks": tasks, "chats": chats}
+    run_dir, given = Path(config.run.dir), {"reward": reward, "tasks": tasks, "chats": chats}
     if resume:
-        chosen = _code_to_resume(config, given, place, code)
+        chosen = _code_to_resume(config, given, run_dir, code)
     else:
         if code is not None:
             raise UserError(f"code is {code!r}, but a new run has only the code that is there now: leave it out")
         check_folder(config, resume=False, restart=restart)
         chosen = Chosen(config, given, saved_form(config, given))
-    for remark in chosen.says:
-        reporter.warned(remark)
+    for warning in chosen.messages:
+        reporter.warned(warning)
     config = chosen.config
     pipeline = prepare(config, **chosen.given, found=None if resume else found)
     with executor_of(config) as executor:
-        plan = make_plan(pipeline.config, pipeline.job, inventory_of(config, executor))
+        plan = make_plan(pipeline.config, pipeline.requirements, inventory_of(config, executor))
         check_memory(plan)
-        for remark in pipeline.remarks:
-            reporter.warned(remark)
-        if (too_much := disk_warning(plan.writes, Path(config.run.dir))) is not None:
-            reporter.warned(too_much)
-        recording = Recording.of(config, chosen.given, place, chosen.kept) if chosen.changed or not resume else None
-        for remark in recording.remarks if recording else ():
-            reporter.warned(remark)
+        for warning in pipeline.warnings:
+            reporter.warned(warning)
+        if (full_warning := disk_warning(plan.writes, Path(config.run.dir))) is not None:
+            reporter.warned(full_warning)
+        recording = Recording.of(config, chosen.given, run_dir, chosen.recorded) if chosen.changed or not resume else None
+        for warning in recording.warnings if recording else ():
+            reporter.warned(warning)
         written = saved_form(chosen.compared, chosen.given)
-        with _raising_stopped() as early:  # from here on there are files to delete if the run stops
+        with _signals_raise_stopped() as early:  # from here on there are files to delete if the run stops
             if resume:
-                folder, undo = RunFolder.open(place), _nothing
+                folder, restore_folder = RunFolder.open(run_dir), _nothing
             else:
-                folder, undo = _new_folder(place, written, restart)
+                folder, restore_folder = _new_folder(run_dir, written, restart)
             recorder: Recorder | None = None
             with folder.lock():
                 try:
@@ -93,68 +93,70 @@ def train(
                     folder.set_mode(config.run.mode)
                     folder.delete_leftovers()
                     folder.write_format()
-                    origin = resumed(chosen.compared, folder) if resume else Resumed(None, ())
+                    resume_point = find_resume_point(chosen.compared, folder) if resume else ResumePoint(None, ())
                     if not resume and recording is not None:
-                        with _saying_full(folder):
+                        with _explaining_full_disk(folder):
                             recording.write(folder.path)
-                    for remark in origin.remarks:
-                        reporter.warned(remark)
-                    with _saying_full(folder), Recorder.open(pipeline.config, folder, reporter) as recorder:
+                    for warning in resume_point.warnings:
+                        reporter.warned(warning)
+                    with _explaining_full_disk(folder), Recorder.open(pipeline.config, folder, reporter) as recorder:
                         other_code = recording if resume else None
-                        summary = asyncio.run(_train(pipeline, recorder, executor, plan, written, origin, other_code))
+                        summary = asyncio.run(
+                            _train(pipeline, recorder, executor, plan, written, resume_point, other_code)
+                        )
                     folder.set_mode(config.run.mode)  # files that libraries wrote
                     return summary
                 except UserError:
                     if not (recorder and recorder.steps):
-                        undo()  # refused while starting: the run has trained nothing
+                        restore_folder()  # refused while starting: the run has trained nothing
                     raise
                 except (asyncio.CancelledError, KeyboardInterrupt):
                     if not (recorder and recorder.begun):
-                        undo()  # stopped while starting
-                    by = (recorder and recorder.stop_signal) or next(iter(early.caught), signal.SIGINT)
-                    raise Stopped(by) from None
+                        restore_folder()  # stopped while starting
+                    stop_signal = (recorder and recorder.stop_signal) or next(iter(early.caught), signal.SIGINT)
+                    raise Stopped(stop_signal) from None
 
 
-def _new_folder(place: Path, config: Config, restart: bool) -> tuple[RunFolder, Callable[[], None]]:
+def _new_folder(run_dir: Path, config: Config, restart: bool) -> tuple[RunFolder, Callable[[], None]]:
     """The folder of a new run, and a function that restores the previous state if the run never begins."""
-    aside = RunFolder.move_aside(place) if restart else None
-    made = first_to_make(place)
+    aside = RunFolder.move_aside(run_dir) if restart else None
+    first_created = first_to_make(run_dir)
     try:
-        folder = RunFolder.create(place, dump_config(config), config.run.mode)
+        folder = RunFolder.create(run_dir, dump_config(config), config.run.mode)
     except UserError:
         if aside is not None:
-            RunFolder.move_back(aside, place)
+            RunFolder.move_back(aside, run_dir)
         raise
 
-    def undo() -> None:
-        folder.discard(made)
+    def restore_folder() -> None:
+        folder.discard(first_created)
         if aside is not None:
-            RunFolder.move_back(aside, place)
+            RunFolder.move_back(aside, run_dir)
 
-    return folder, undo
+    return folder, restore_folder
 
 
 def _nothing() -> None:
     pass
 
 
-def _code_to_resume(config: Config, given: Given, place: Path, code: Code | None) -> Chosen:
+def _code_to_resume(config: Config, given: Given, run_dir: Path, code: Code | None) -> Chosen:
     check_folder(config, resume=True, restart=False)
-    return code_to_resume(config, given, RunFolder.open(place).path, code)
+    return code_to_resume(config, given, RunFolder.open(run_dir).path, code)
 
 
 @contextmanager
-def _saying_full(folder: RunFolder) -> Iterator[None]:
+def _explaining_full_disk(folder: RunFolder) -> Iterator[None]:
     """Turns a full disk into one message, whichever write failed."""
     try:
         yield
     except Exception as error:
-        said = full_disk(error)
-        if said is None:
+        cause = full_disk(error)
+        if cause is None:
             raise
         latest = Checkpoints(folder).latest()
         what = file_of(error) or "what the run leaves behind"
-        raise explain(folder.path, what, said, None if latest is None else latest.step) from error
+        raise explain(folder.path, what, cause, None if latest is None else latest.step) from error
 
 
 async def _train(
@@ -163,24 +165,24 @@ async def _train(
     executor: Executor,
     plan: Plan,
     written: Config,
-    origin: Resumed,
+    resume_point: ResumePoint,
     other_code: Recording | None,
 ) -> dict[str, Any]:
     """`written` is the config as the user wrote it, without the sizes that the pipeline derived. `other_code` is the code
     the run continues with, if it differs from the code it was trained with so far."""
-    config, checkpoint = pipeline.config, origin.checkpoint
-    with _as_cancelled():
+    config, checkpoint = pipeline.config, resume_point.checkpoint
+    with _stopped_as_cancelled():
         loading = "loading the model" + (" and starting vLLM" if config.roles.actor_infer.strategy == "vllm" else "")
         recorder.reporter.phase(loading if config.executor == "local" else "starting the workers")
         executor.connect()  # before our signal handlers: Ray would install its own over them
-        with _stopping(recorder):
+        with _stop_on_signals(recorder):
             async with pipeline.start(executor, plan, recorder.folder.path) as roles:
                 if recorder.stop_signal is not None:  # outside the main thread the signal raised nothing
                     raise Stopped(recorder.stop_signal)
                 recorder.begun = True
                 freeze_gc()
                 recorder.reporter.started(recorder.folder.path, config.train.steps, checkpoint.step if checkpoint else 0)
-                state = await _train_with(roles, pipeline, recorder, written, origin, other_code)
+                state = await _train_with(roles, pipeline, recorder, written, resume_point, other_code)
             summary = recorder.finish(state, pipeline.panels(state))
             recorder.reporter.finished(summary)
         return summary
@@ -191,13 +193,13 @@ async def _train_with(
     pipeline: Pipeline[Any, Any],
     recorder: Recorder,
     written: Config,
-    origin: Resumed,
+    resume_point: ResumePoint,
     other_code: Recording | None,
 ) -> State:
     """Runs the pipeline. When a trainer dies, rolls the run back to its last checkpoint, as often as `fault_tolerance`
     allows."""
     deaths: list[float] = []
-    checkpoint, changes = origin.checkpoint, origin.changes
+    checkpoint, changes = resume_point.checkpoint, resume_point.changes
     if checkpoint is not None:
         await roles.load(checkpoint.path, pipeline.config.fault_tolerance)
     while True:
@@ -215,10 +217,10 @@ async def _train_with(
             await recorder.settle()
             return state
         except RemoteError as error:
-            checkpoint = await _go_back(roles, recorder, pipeline.config.fault_tolerance, deaths, error)
+            checkpoint = await _roll_back(roles, recorder, pipeline.config.fault_tolerance, deaths, error)
 
 
-async def _go_back(
+async def _roll_back(
     roles: TrainRoles, recorder: Recorder, fault_tolerance: FaultToleranceConfig, deaths: list[float], error: RemoteError
 ) -> Checkpoint | None:
     """Restarts the trainers at the last checkpoint and returns it; tries again if another trainer dies meanwhile. Raises
@@ -230,7 +232,7 @@ async def _go_back(
         if often or not roles.trainer_died(error):
             raise error
         await roles.check_nodes()
-        recorder.reporter.warned(f"{str(error).splitlines()[0]}: going back to the last checkpoint")
+        recorder.reporter.warned(f"{str(error).splitlines()[0]}: rolling back to the last checkpoint")
         await recorder.cancel_save()
         checkpoint = newest_checkpoint(recorder.folder)
         try:
@@ -255,7 +257,7 @@ def evaluate(
     """Evaluates the config's model on held-out data."""
     pipeline = prepare(config, reward=reward, tasks=tasks, chats=chats, found=found)
     with executor_of(config) as executor:
-        plan = make_plan(pipeline.config, pipeline.job, inventory_of(config, executor))
+        plan = make_plan(pipeline.config, pipeline.requirements, inventory_of(config, executor))
         check_memory(plan)
         return asyncio.run(_evaluate(pipeline, executor, plan))
 
@@ -264,8 +266,8 @@ async def _evaluate(pipeline: Pipeline[Any, Any], executor: Executor, plan: Plan
     executor.connect()  # before our signal handlers: Ray would install its own over them
     with cancelled_by_signals():
         async with pipeline.start(executor, plan) as roles:
-            found: Evaluation | SFTEval = await pipeline.evaluate(roles)
-        return found
+            evaluation: Evaluation | SFTEval = await pipeline.evaluate(roles)
+        return evaluation
 
 
 def play(
@@ -277,11 +279,11 @@ def play(
     found: Found | None = None,
 ) -> list[Transcript]:
     """Rolls out `episodes` attempts at the config's tasks with its model, for inspection; nothing is trained."""
-    check_plays(config)
+    check_has_rollouts(config)
     pipeline = prepare(config, reward=reward, tasks=tasks, found=found)
     assert isinstance(pipeline, RLVRPipeline)
     with executor_of(config) as executor:
-        plan = make_plan(pipeline.config, pipeline.job, inventory_of(config, executor))
+        plan = make_plan(pipeline.config, pipeline.requirements, inventory_of(config, executor))
         check_memory(plan)
         return asyncio.run(_play(pipeline, executor, plan, episodes))
 
@@ -299,22 +301,22 @@ class _Early:
 
     def __init__(self) -> None:
         self.caught: list[int] = []
-        self._kept = True
+        self._deferring = True
 
     def stop(self, number: int) -> None:
         self.caught.append(number)
-        if not self._kept:
+        if not self._deferring:
             raise Stopped(number)
 
     def release(self) -> None:
         """From now on a signal raises `Stopped`; a signal that was kept raises it at once."""
-        self._kept = False
+        self._deferring = False
         if self.caught:
             raise Stopped(self.caught[0])
 
 
 @contextmanager
-def _raising_stopped() -> Iterator[_Early]:
+def _signals_raise_stopped() -> Iterator[_Early]:
     """Within the block, after `release`, a signal raises `Stopped` until the run handles signals itself. Outside the main
     thread, `outside_loop` keeps the signal until then."""
     early = _Early()
@@ -326,7 +328,7 @@ def _raising_stopped() -> Iterator[_Early]:
 
 
 @contextmanager
-def _as_cancelled() -> Iterator[None]:
+def _stopped_as_cancelled() -> Iterator[None]:
     """A signal's exception may be raised in any task, and asyncio ends its loop on it. If the run's own task ended with
     the same exception, asyncio would also print it as never retrieved; so that task ends as cancelled."""
     try:
@@ -336,14 +338,14 @@ def _as_cancelled() -> Iterator[None]:
 
 
 @contextmanager
-def _stopping(recorder: Recorder) -> Iterator[None]:
+def _stop_on_signals(recorder: Recorder) -> Iterator[None]:
     """The first signal ends the step and saves; the second cancels the run and closes its roles in order; the third does
     not wait for them. Before the run has begun there is nothing to save, so the first signal ends it."""
     run = asyncio.current_task()
     assert run is not None
     cancelled = False
 
-    def ask(number: int) -> None:
+    def handle(number: int) -> None:
         nonlocal cancelled
         again = recorder.stop_requested
         recorder.stop_signal = signal.Signals(number)
@@ -355,5 +357,5 @@ def _stopping(recorder: Recorder) -> Iterator[None]:
         else:
             recorder.reporter.warned("stopping after this step and saving; again to stop at once")
 
-    with signals_to(ask):
+    with signals_to(handle):
         yield

@@ -20,12 +20,12 @@ def seconds_left(
     Example: after step 10 of 40, with an evaluation every 10 steps, 30 steps and 4 evaluations (of the steps 10, 20, 30
     and 40) are left.
     """
-    evaluations = still_to_come(step, steps, evaluate_every)
-    checkpoints = still_to_come(step, steps, checkpoint_every)
+    evaluations = remaining_occurrences(step, steps, evaluate_every)
+    checkpoints = remaining_occurrences(step, steps, checkpoint_every)
     return (steps - step) * step_s + evaluations * evaluation_s + checkpoints * checkpoint_s
 
 
-def still_to_come(step: int, steps: int, every: int) -> int:
+def remaining_occurrences(step: int, steps: int, every: int) -> int:
     """How often something that is done every `every` steps and after the last one is still to be done when `step` has
     just been trained."""
     between = (steps - 1) // every - (step - 1) // every if every else 0

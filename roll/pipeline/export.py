@@ -33,30 +33,30 @@ def export_model(run: Path, target: Path, *, adapter: bool = False) -> int:
         )
     checkpoint.verify()
     target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     try:
-        aside.mkdir()
+        temporary.mkdir()
     except OSError as error:
-        raise UserError(f"cannot write {aside} ({error.strerror}): write another folder") from error
+        raise UserError(f"cannot write {temporary} ({error.strerror}): write another folder") from error
     try:
         if holds_adapters(model) and not adapter:
             from roll.model.loading import write_merged  # takes seconds
 
-            write_merged(model, aside)
+            write_merged(model, temporary)
         elif not adapter and (shards := shards_of(model)) is not None:
             from roll.model.shard_export import export_shards  # takes seconds
 
-            export_shards(model, shards, aside)
+            export_shards(model, shards, temporary)
         else:
-            shutil.copytree(model, aside, dirs_exist_ok=True)
-        aside.chmod(RunFolder.open(run).path.stat().st_mode & 0o777)
-        for inside in aside.iterdir():
+            shutil.copytree(model, temporary, dirs_exist_ok=True)
+        temporary.chmod(RunFolder.open(run).path.stat().st_mode & 0o777)
+        for inside in temporary.iterdir():
             tree_like_its_folder(inside)
-        aside.rename(target)
+        temporary.rename(target)
     except BaseException as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        if (said := full_disk(error)) is not None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if (cause := full_disk(error)) is not None:
             free = human_bytes(shutil.disk_usage(target.parent).free)
-            raise RunError(f"cannot write {target}: {said} ({free} free): make room, or write another folder") from error
+            raise RunError(f"cannot write {target}: {cause} ({free} free): make room, or write another folder") from error
         raise
     return checkpoint.step

@@ -17,10 +17,10 @@ from typing import Any, TextIO, cast
 from roll.config.errors import RunError
 from roll.config.secrets import KNOWN
 
-_NOBODY_READS = {errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO, errno.ESHUTDOWN}
+_READER_GONE = {errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO, errno.ESHUTDOWN}
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Prints a line at once, or drops it if standard output cannot be written."""
     _attempt(sys.stdout, lambda: print(KNOWN.redact(text), flush=True), lambda error: None)
 
@@ -58,7 +58,7 @@ class _Stream:
         _attempt(self._stream, self._stream.flush, self._refuse)
 
     def _refuse(self, error: OSError) -> None:
-        if not self._every_error and error.errno not in _NOBODY_READS:
+        if not self._every_error and error.errno not in _READER_GONE:
             raise RunError(f"cannot write to {self._name}: {error.strerror}") from error
 
     def __getattr__(self, name: str) -> Any:
@@ -80,11 +80,11 @@ def _attempt(stream: TextIO | None, write: Callable[[], object], refuse: Callabl
 def _silence(stream: TextIO) -> None:
     """Redirects the stream to /dev/null: its buffer would otherwise fail again when Python flushes it at exit."""
     with suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
+        null = os.open(os.devnull, os.O_WRONLY)
         try:
-            os.dup2(nowhere, stream.fileno())
+            os.dup2(null, stream.fileno())
         finally:
-            os.close(nowhere)
+            os.close(null)
 
 
 def _open_descriptors() -> None:

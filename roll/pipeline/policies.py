@@ -28,7 +28,7 @@ def check_policies(config: Config, tasks: TaskSet) -> None:
 def make_policies(config: Config, tasks: TaskSet) -> tuple[TaskSampler, Filter]:
     """The task sampler, and the filter of finished groups."""
     rollout = config.rollout
-    order = make_task_sampler(
+    task_sampler = make_task_sampler(
         tasks.train,
         config.seed,
         order=rollout.task_order,
@@ -40,17 +40,17 @@ def make_policies(config: Config, tasks: TaskSet) -> tuple[TaskSampler, Filter]:
         groups_per_step=rollout.groups_per_step,
         root=config.root,
     )
-    return order, _filter(config)
+    return task_sampler, _filter(config)
 
 
 def _filter(config: Config) -> Filter:
-    own: dict[str, Filter] = {}
+    by_name: dict[str, Filter] = {}
     discount = config.algorithm.turn_discount if config.algorithm.turn_weight > 0 else None
     for name, domain in config.domains.items():
         rollout = domain.rollout(config.rollout)
         setting = "rollout.filter" if domain.filter is None else f"domains.{name}.filter"
-        own[name] = make_filter(
+        by_name[name] = make_filter(
             rollout.filter, *rollout.filter_range, setting=setting, turn_discount=discount, root=config.root
         )
     common = make_filter(config.rollout.filter, *config.rollout.filter_range, turn_discount=discount, root=config.root)
-    return by_domain(own, common) if own else common
+    return by_domain(by_name, common) if by_name else common

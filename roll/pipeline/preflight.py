@@ -37,19 +37,19 @@ class Found:
     """The data of a run: tasks and their reward, or conversations for `pipeline: sft`."""
 
     tasks: TaskSet | None = None
-    judge: RewardSpec | None = None
+    reward_spec: RewardSpec | None = None
     chats: ChatSet | None = None
 
 
 def check_folder(config: Config, *, resume: bool, restart: bool) -> None:
     """Refuses a folder in which the run cannot be created, or resumed."""
-    place = Path(config.run.dir)
+    run_dir = Path(config.run.dir)
     if not resume:
-        RunFolder.check_new(place, restart)
-    elif not place.exists():
-        raise UserError(f"there is no run in {place} to continue: leave out {option('resume')} to start one")
+        RunFolder.check_new(run_dir, restart)
+    elif not run_dir.exists():
+        raise UserError(f"there is no run in {run_dir} to continue: leave out {option('resume')} to start one")
     else:
-        RunFolder.open(place)
+        RunFolder.open(run_dir)
 
 
 def check_model(config: Config) -> None:
@@ -59,7 +59,7 @@ def check_model(config: Config) -> None:
     find_model(config.model.path)
 
 
-def check_plays(config: Config) -> None:
+def check_has_rollouts(config: Config) -> None:
     """Refuses a pipeline that has no rollouts."""
     if config.pipeline != "rlvr":
         raise UserError(f"pipeline {config.pipeline} makes no rollouts: write pipeline=rlvr")
@@ -76,50 +76,50 @@ def find(
     model."""
     config = located(config)
     given = {"reward": reward, "tasks": tasks, "chats": chats}
-    unread = {"rlvr": ("chats",), "sft": ("reward", "tasks")}[config.pipeline]
-    for name in unread:
+    unused = {"rlvr": ("chats",), "sft": ("reward", "tasks")}[config.pipeline]
+    for name in unused:
         if given[name] is not None:
             raise UserError(f"{name} were given, but nothing reads them in pipeline {config.pipeline}: leave them out")
     if config.pipeline == "sft":
-        chats = _kept(config.data.source) if chats is None else chats
+        chats = _object_given_in_python(config.data.source) if chats is None else chats
         return Found(chats=load_chats(config.data, chats, config.root))
     return Found(*find_tasks(config, reward, tasks))
 
 
 def find_tasks(config: Config, reward: RewardFn | None, tasks: TaskSource | None) -> tuple[TaskSet, RewardSpec]:
     """The tasks and the reward of a run with rollouts."""
-    reward = _kept(config.reward.name) if reward is None else reward
-    tasks = _kept(config.tasks.source) if tasks is None else tasks
-    task_set, judge = _tasks_and_judge(config, reward, tasks)
+    reward = _object_given_in_python(config.reward.name) if reward is None else reward
+    tasks = _object_given_in_python(config.tasks.source) if tasks is None else tasks
+    task_set, reward_spec = _tasks_and_reward(config, reward, tasks)
     task_set = _located(with_eval_sets(task_set, config.eval.sets, config.root), config.root)
-    judge = judge.with_sets(_set_rewards(config))
-    judge.check()
+    reward_spec = reward_spec.with_sets(_set_rewards(config))
+    reward_spec.check()
     _check_limits(config, task_set)
     _check_rewards(config, task_set, reward is not None)
     if reward is None and tasks is None:
         _check_formats(config)
-    _check_votes(config, task_set, judge)
+    _check_votes(config, task_set, reward_spec)
     _check_turns(config, task_set)
     check_policies(config, task_set)
-    return task_set, judge
+    return task_set, reward_spec
 
 
-def _kept(name: str) -> Any:
+def _object_given_in_python(name: str) -> Any:
     """The object that a name in a run's config refers to, if it was given in Python; None otherwise."""
     return load_object(name) if is_object(name) else None
 
 
-def _tasks_and_judge(config: Config, reward: RewardFn | None, tasks: TaskSource | None) -> tuple[TaskSet, RewardSpec]:
+def _tasks_and_reward(config: Config, reward: RewardFn | None, tasks: TaskSource | None) -> tuple[TaskSet, RewardSpec]:
     if not config.domains:
-        judge = (
+        reward_spec = (
             RewardSpec.of(reward, config.root) if reward is not None else RewardSpec.of_config(config.reward, config.root)
         )
-        return load_tasks(config.tasks, tasks, config.root), judge
+        return load_tasks(config.tasks, tasks, config.root), reward_spec
     for name, given in (("reward", reward), ("tasks", tasks)):
         if given is not None:
             raise UserError(f"{name} was given, but each of the config's domains has its own: leave it out, or domains")
-    judge = RewardSpec.of_domains({name: domain.reward for name, domain in config.domains.items()}, config.root)
-    return load_domains(config.domains, config.root), judge
+    reward_spec = RewardSpec.of_domains({name: domain.reward for name, domain in config.domains.items()}, config.root)
+    return load_domains(config.domains, config.root), reward_spec
 
 
 def _located(tasks: TaskSet, root: str) -> TaskSet:
@@ -133,10 +133,10 @@ def _located(tasks: TaskSet, root: str) -> TaskSet:
         spec = replace(spec, root=root)
         kind = (spec.name, repr(sorted(spec.options.items()) if checks_values(spec.name) else sorted(spec.options)))
         if kind not in checked:
-            most = episodes(spec)
-            checked[kind] = find_code(spec).code, most
-        code, most = checked[kind]
-        check_seed(spec, most)
+            episode_count = episodes(spec)
+            checked[kind] = find_code(spec).code, episode_count
+        code, episode_count = checked[kind]
+        check_seed(spec, episode_count)
         return replace(task, environment=replace(spec, code=code) if code else spec)
 
     return replace(tasks, train=tuple(map(located, tasks.train)), held_out=tuple(map(located, tasks.held_out)))
@@ -156,17 +156,19 @@ def rules_of(config: Config) -> dict[str, RewardRule]:
 
 def _check_rewards(config: Config, tasks: TaskSet, given: bool) -> None:
     """Refuses a reward that would judge nothing, because the environments of all tasks give the rewards."""
-    own = _set_rewards(config)
-    for domain, rule in own.items():
+    set_rewards = _set_rewards(config)
+    for domain, rule in set_rewards.items():
         if all(task.environment is not None for task in tasks.held_out if task.domain == domain):
             raise UserError(
                 f"eval.sets.{set_of(domain)}.reward is {rule.label!r}, but all its tasks are played in environments, "
                 "whose steps say what an attempt is worth: leave it out"
             )
-    asked = [task for task in (*tasks.train, *tasks.held_out) if task.environment is None and task.domain not in own]
-    judged = {task.domain if config.domains else "" for task in asked}
+    judged = [
+        task for task in (*tasks.train, *tasks.held_out) if task.environment is None and task.domain not in set_rewards
+    ]
+    judged_domains = {task.domain if config.domains else "" for task in judged}
     for name, (setting, rule) in zip(config.domains or [""], rules_of(config).items(), strict=True):
-        if name not in judged and (given or (rule.name, rule.options, rule.parts) != (RewardRule().name, {}, {})):
+        if name not in judged_domains and (given or (rule.name, rule.options, rule.parts) != (RewardRule().name, {}, {})):
             raise UserError(
                 f"{setting} is {'a function' if given else repr(rule.label)}, but all its tasks are played in "
                 "environments, whose steps say what an attempt is worth: leave it out"
@@ -194,7 +196,7 @@ def _check_formats(config: Config) -> None:
             )
 
 
-def _check_votes(config: Config, tasks: TaskSet, judge: RewardSpec) -> None:
+def _check_votes(config: Config, tasks: TaskSet, reward_spec: RewardSpec) -> None:
     """Refuses maj@k if the reward cannot extract the answer of a response."""
     for task in {task.domain: task for task in tasks.held_out}.values():
         name = set_of(task.domain)
@@ -206,23 +208,29 @@ def _check_votes(config: Config, tasks: TaskSet, judge: RewardSpec) -> None:
                 f"{where}.majority_at is set, but its tasks are played in environments, where there is no answer to vote "
                 f"by: write {where}.majority_at=[]"
             )
-        if not judge.reads_answers(task.domain):
-            own = f"domains.{task.domain}.reward" if task.domain in config.domains else "the reward"
-            own = f"{where}.reward" if name in config.eval.sets and config.eval.sets[name].reward is not None else own
+        if not reward_spec.reads_answers(task.domain):
+            setting = f"domains.{task.domain}.reward" if task.domain in config.domains else "the reward"
+            setting = (
+                f"{where}.reward" if name in config.eval.sets and config.eval.sets[name].reward is not None else setting
+            )
             raise UserError(
-                f"{where}.majority_at is set, but {own} does not say which answer a response gives: use number, math, "
-                "choice or exact (of a composed reward, in one part only), give your own a method answer_of(task, "
+                f"{where}.majority_at is set, but {setting} does not say which answer a response gives: use number, "
+                "math, choice or exact (of a composed reward, in one part only), give your own a method answer_of(task, "
                 f"response), or write {where}.majority_at=[]"
             )
 
 
 def _check_limits(config: Config, tasks: TaskSet) -> None:
     """Refuses a limit for an environment that no task uses."""
-    named = {task.environment.name for task in (*tasks.train, *tasks.held_out) if task.environment is not None}
+    environments = {task.environment.name for task in (*tasks.train, *tasks.held_out) if task.environment is not None}
     for name in config.env.limits:
-        if name not in named:
-            played = f"tasks are played in {', '.join(sorted(named))}" if named else "no task is played in an environment"
-            raise UserError(f"env.limits names {name!r}, but {played}{did_you_mean(name, named)}")
+        if name not in environments:
+            played = (
+                f"tasks are played in {', '.join(sorted(environments))}"
+                if environments
+                else "no task is played in an environment"
+            )
+            raise UserError(f"env.limits names {name!r}, but {played}{did_you_mean(name, environments)}")
 
 
 def _check_turns(config: Config, tasks: TaskSet) -> None:

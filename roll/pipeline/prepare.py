@@ -18,7 +18,7 @@ from roll.config.schema import Config
 from roll.data.chat_sources import ChatSet, ChatSource
 from roll.data.sources import TaskSet, TaskSource
 from roll.devices.plan import Plan
-from roll.devices.run_requirements import RunRequirements, rlvr_job, rlvr_roles, sft_job
+from roll.devices.run_requirements import RunRequirements, rlvr_requirements, rlvr_roles, sft_requirements
 from roll.engine.routes import ExpertLayers
 from roll.model.chat import ChatRenderer
 from roll.model.find import find_model, steps_of
@@ -28,13 +28,13 @@ from roll.model.rope import longest_sequence
 from roll.model.sft_dataset import EpochPermutation, SFTDataset, make_dataset
 from roll.pipeline import rlvr_metrics, sft_metrics
 from roll.pipeline.preflight import Found, find, find_tasks, rules_of
-from roll.pipeline.prompt_filter import fitting
+from roll.pipeline.prompt_filter import filter_prompts
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.residency_manager import ResidencyManager
 from roll.pipeline.reward_models import check_scorers
 from roll.pipeline.rlvr import RLVR, make_evaluator
 from roll.pipeline.roles import Roles, TrainRoles, start_roles, start_trainer
-from roll.pipeline.run_warnings import remarks
+from roll.pipeline.run_warnings import run_warnings
 from roll.pipeline.sft import SFT
 from roll.pipeline.sft_eval import SFTEval, measure
 from roll.pipeline.state import RLVRState, SFTState, State
@@ -58,10 +58,10 @@ class Pipeline(ABC, Generic[R, S]):
 
     config: Config
     """The config with all derived sizes filled in."""
-    job: RunRequirements
-    remarks: Sequence[str] = ()
+    requirements: RunRequirements
+    warnings: Sequence[str] = ()
     """Warnings to show before the run starts."""
-    checked: str = ""
+    answer_check: str = ""
     """A sentence about the checks of the tasks' answers."""
 
     @abstractmethod
@@ -89,20 +89,21 @@ class Pipeline(ABC, Generic[R, S]):
 class RLVRPipeline(Pipeline[Roles, RLVRState]):
     def __init__(self, config: Config, tasks: TaskSet, reward: RewardSpec) -> None:
         self.config = config
-        self.remarks = remarks(config, tasks, rules_of(config) if reward.pickled is None else {})
-        self.checked = tasks.answers
-        self.job = rlvr_job(config, tasks)
+        self.warnings = run_warnings(config, tasks, rules_of(config) if reward.pickled is None else {})
+        self.answer_check = tasks.answers
+        self.requirements = rlvr_requirements(config, tasks)
         self._tasks = tasks
         self._reward = reward
 
     def state(self, saved: Mapping[str, Any]) -> RLVRState:
-        now = _models_beside(self.config)
-        state = RLVRState.restored({"models": {role: asdict(base) for role, base in now.items()}, **saved})
-        for role, found in state.models.items():
-            if role in now and not now[role].is_same_model(was := BaseModelRef(**found)):
+        current = _untrained_models(self.config)
+        state = RLVRState.restored({"models": {role: asdict(base) for role, base in current.items()}, **saved})
+        for role, saved_base in state.models.items():
+            if role in current and not current[role].is_same_model(saved_model := BaseModelRef(**saved_base)):
                 raise UserError(
-                    f"the {role} of the run in {self.config.run.dir} was {was.path}, but is now {now[role].path}: bring "
-                    "the former back, or write run.dir=OTHER model=RUN for a new run from its weights"
+                    f"the {role} of the run in {self.config.run.dir} was {saved_model.path}, but is now "
+                    f"{current[role].path}: bring the former back, or write run.dir=OTHER model=RUN for a new run from "
+                    "its weights"
                 )
         return state
 
@@ -120,8 +121,8 @@ class RLVRPipeline(Pipeline[Roles, RLVRState]):
     async def evaluate(self, roles: Roles) -> Evaluation:
         if not self._tasks.held_out:
             source = f"the source {self.config.tasks.source!r} has"
-            whose = "domains: they have" if self.config.domains else f"tasks: {source}"
-            raise UserError(f"{whose} no held-out tasks to evaluate on")
+            subject = "domains: they have" if self.config.domains else f"tasks: {source}"
+            raise UserError(f"{subject} no held-out tasks to evaluate on")
         evaluation = await self._with_weights(roles, make_evaluator(self.config, self._tasks, roles).evaluate(0))
         assert evaluation is not None
         model = self.config.model.path
@@ -133,19 +134,19 @@ class RLVRPipeline(Pipeline[Roles, RLVRState]):
 
     async def _with_weights(self, roles: Roles, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, run while the engines serve the model's current weights."""
-        turns = ResidencyManager(roles)
+        residency_manager = ResidencyManager(roles)
         try:
             async with supervised(roles, self.config) as (supervision, publisher):
-                await turns.enter("publish")
+                await residency_manager.enter("publish")
                 async with publisher.changing():
                     await publisher.publish(0)
-                await turns.enter("generate")
+                await residency_manager.enter("generate")
                 return await supervision.race(work)
         finally:
             work.close()
 
 
-def _models_beside(config: Config) -> dict[str, BaseModelRef]:
+def _untrained_models(config: Config) -> dict[str, BaseModelRef]:
     """By role, the models whose weights are in no checkpoint of the run. They are recorded because the newest checkpoint
     of a run used as a model may be another one later."""
     paths = {role: getattr(config.roles, role).model.path for role in config.scoring_roles}
@@ -160,7 +161,7 @@ class SFTPipeline(Pipeline[TrainRoles, SFTState]):
         self._permutation = EpochPermutation.of(len(corpus.train), config.data, config.train.steps, config.seed)
         train = config.train.model_copy(update={"steps": self._permutation.steps})  # learning-rate schedules end there
         self.config = config.model_copy(update={"train": train})
-        self.job = sft_job(self.config, corpus, self._permutation)
+        self.requirements = sft_requirements(self.config, corpus, self._permutation)
 
     def state(self, saved: Mapping[str, Any]) -> SFTState:
         state = SFTState(**{"corpus": self._corpus.digest(), **saved})
@@ -186,9 +187,9 @@ class SFTPipeline(Pipeline[TrainRoles, SFTState]):
         if self._corpus.held_out is None:
             raise UserError(f"data: the source {self.config.data.source!r} has no held-out conversations to measure")
         async with supervised_trainer(roles, self.config) as supervision:
-            found = await supervision.race(measure(roles, self._corpus.held_out, self.config.eval.samples))
+            evaluation = await supervision.race(measure(roles, self._corpus.held_out, self.config.eval.samples))
         model = self.config.model.path
-        return replace(found, model=model, step=steps_of(model))
+        return replace(evaluation, model=model, step=steps_of(model))
 
 
 def prepare(
@@ -206,8 +207,8 @@ def prepare(
     if found.chats is not None:
         return SFTPipeline(config, _check_chats(config, found.chats))
     assert found.tasks is not None
-    assert found.judge is not None
-    return RLVRPipeline(config, *_check_tasks(config, found.tasks, found.judge))
+    assert found.reward_spec is not None
+    return RLVRPipeline(config, *_check_tasks(config, found.tasks, found.reward_spec))
 
 
 def check(
@@ -218,20 +219,20 @@ def check(
     return _check_tasks(config, *find_tasks(config, reward, tasks))
 
 
-def _check_tasks(config: Config, tasks: TaskSet, judge: RewardSpec) -> tuple[TaskSet, RewardSpec]:
+def _check_tasks(config: Config, tasks: TaskSet, reward_spec: RewardSpec) -> tuple[TaskSet, RewardSpec]:
     check_optimizer(config.train.optimizer)
     check_vllm(config)
     check_scorers(config)
     resolve_loss(make_algorithm(config).loss_to_send)  # imports user code that the config names
-    answers = check_answers(judge, (*tasks.train, *tasks.held_out), config.reward.deadline_s)
+    answers = check_answers(reward_spec, (*tasks.train, *tasks.held_out), config.reward.deadline_s)
     source = find_model(config.model.path)
     shape = load_model_config(source)
     if config.rollout.router_replay:
         ExpertLayers.of(shape)  # raises for models that router replay cannot work with
     tokenizer = load_tokenizer(source, config.model)
     renderer = ChatRenderer(tokenizer, ())
-    tasks = fitting(tasks, renderer, config, longest_sequence(shape))
-    return replace(tasks, answers=str(answers or "")), judge
+    tasks = filter_prompts(tasks, renderer, config, longest_sequence(shape))
+    return replace(tasks, answers=str(answers or "")), reward_spec
 
 
 def _check_chats(config: Config, chat_set: ChatSet) -> SFTDataset:

@@ -19,7 +19,7 @@ from roll.workers.infer import InferWorker
 from roll.workers.publish import publish
 from roll.workers.train import TrainWorker
 
-TRIES = 3
+ATTEMPTS = 3
 """Attempts at a broadcast that fails although all workers answer."""
 _PING_S = 5.0
 
@@ -30,7 +30,7 @@ class Publisher:
     def __init__(self, roles: Roles, config: Config) -> None:
         self._roles = roles
         self._config = config
-        self._still = asyncio.Lock()
+        self._weights_lock = asyncio.Lock()
         """Held while weights change or are sent."""
         self._version: int | None = None
         self._members: frozenset[tuple[int, int]] | None = None
@@ -41,26 +41,26 @@ class Publisher:
     async def changing(self) -> AsyncIterator[None]:
         """While the block runs, weights may change and none are sent. It ends with `publish`, or with an error that ends
         the trainer."""
-        async with self._still:
+        async with self._weights_lock:
             yield
 
     async def publish(self, version: int) -> None:
         """All engines serve `version` from now on. Call it inside `changing`."""
         self._version = version
-        async with self._interrupted():
+        async with self._generation_paused():
             await self._send(set(self._roles.alive), version)
 
     async def restore(self, engine: int) -> None:
         """Sends the newest version to a restarted engine."""
-        async with self._still:
+        async with self._weights_lock:
             if self._version is not None:
-                await self._send({engine}, self._version, must=True)
+                await self._send({engine}, self._version, required=True)
 
-    async def _send(self, ranks: set[int], version: int, must: bool = False) -> None:
+    async def _send(self, ranks: set[int], version: int, required: bool = False) -> None:
         """Sends the weights to the engines of these ranks; skips those that die meanwhile, unless `must`. Raises if the
         trainer dies, or if a group of workers that all answer fails `TRIES` times."""
-        roles, tries = self._roles, TRIES
-        while ranks := ranks & roles.alive if not must else ranks:
+        roles, attempts_left = self._roles, ATTEMPTS
+        while ranks := ranks & roles.alive if not required else ranks:
             await self._regroup(ranks)
             try:
                 await publish(
@@ -69,27 +69,27 @@ class Publisher:
                 return
             except (RemoteError, GroupBroke) as error:
                 self._members = None
-                lost = await self._lost(ranks, error)
-                tries -= not lost
-                if must or not tries or (not lost and isinstance(error, RemoteError)):
+                failed = await self._failed_engines(ranks, error)
+                attempts_left -= not failed
+                if required or not attempts_left or (not failed and isinstance(error, RemoteError)):
                     raise
-                ranks -= lost
+                ranks -= failed
                 if ranks:
-                    said = str(error).splitlines()[0]
-                    _log.warning("version %d goes to the engines that are left, in a new group: %s", version, said)
-                for rank in lost:
+                    message = str(error).splitlines()[0]
+                    _log.warning("version %d is sent to the remaining engines in a new group: %s", version, message)
+                for rank in failed:
                     roles.engine_trouble(rank, str(error))
                     roles.router.close_engine(rank)
 
-    async def _lost(self, ranks: set[int], error: RemoteError | GroupBroke) -> set[int]:
+    async def _failed_engines(self, ranks: set[int], error: RemoteError | GroupBroke) -> set[int]:
         """The engines that caused an error. A worker that lost a peer of its group cannot name it; then those that do not
         answer a ping."""
         engines = self._roles.engines
         if isinstance(error, RemoteError):
             return {rank for rank in ranks if engines.places[rank].name == error.worker}
-        order = sorted(ranks)
-        answers = await asyncio.gather(*(engines.ping(rank, _PING_S) for rank in order), return_exceptions=True)
-        silent = {rank for rank, answer in zip(order, answers, strict=True) if answer is not None}
+        sorted_ranks = sorted(ranks)
+        answers = await asyncio.gather(*(engines.ping(rank, _PING_S) for rank in sorted_ranks), return_exceptions=True)
+        silent = {rank for rank, answer in zip(sorted_ranks, answers, strict=True) if answer is not None}
         return silent | (ranks - self._roles.alive)
 
     async def _regroup(self, ranks: set[int]) -> None:
@@ -105,7 +105,7 @@ class Publisher:
         self._members = members
 
     @asynccontextmanager
-    async def _interrupted(self) -> AsyncIterator[None]:
+    async def _generation_paused(self) -> AsyncIterator[None]:
         """In-flight generation is paused, or leaves its engine, until the block ends."""
         roles, pool = self._roles, self._roles.pool
         if not pool.busy:
@@ -117,7 +117,7 @@ class Publisher:
             if engines is not None:
                 await asyncio.gather(engines.call_each(InferWorker.pause), return_exceptions=True)
             if self._config.rollout.on_weight_update == "abort":
-                await pool.displace("new weights: it goes on from its prefix")
+                await pool.displace("new weights: it continues from its prefix")
             else:
                 await pool.pause()
             yield

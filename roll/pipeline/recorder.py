@@ -20,7 +20,7 @@ from roll.config import dump_config
 from roll.config.schema import Config
 from roll.config.secrets import KNOWN
 from roll.pipeline.eta import seconds_left
-from roll.pipeline.report import Measured, Reporter, StepReport
+from roll.pipeline.report import HeldOutResult, Reporter, StepReport
 from roll.pipeline.resume import Change
 from roll.pipeline.state import State
 from roll.run import (
@@ -174,10 +174,10 @@ class Recorder:
         self.folder.write_config(dump_config(config))
         self._history.add("changed", step, key="code", before=f"code/before_step_{step}", after="code")
 
-    def evaluated(self, step: int, values: Mapping[str, float], measured: Measured) -> None:
+    def evaluated(self, step: int, values: Mapping[str, float], result: HeldOutResult) -> None:
         self._metrics.log(step, values)
-        self._score = step, -measured.value if measured.measure.endswith("loss") else measured.value
-        self.reporter.evaluated(step, measured)
+        self._score = step, -result.value if result.measure.endswith("loss") else result.value
+        self.reporter.evaluated(step, result)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Writes the metrics of a finished step to disk. Raises the error of a failed background checkpoint: the run does
@@ -242,8 +242,8 @@ class Recorder:
         mark = self.ledger.mark()
         self._metrics.settle()
         state.seconds += self.lap()
-        place = {"ledger_position": self.ledger.position, "ledger_mark": mark}
-        saved = {**state.to_dict(), **place, "took_s": self._took_s}
+        ledger_state = {"ledger_position": self.ledger.position, "ledger_mark": mark}
+        saved = {**state.to_dict(), **ledger_state, "took_s": self._took_s}
         if self._score is not None and self._score[0] == state.step:
             saved[SCORE] = self._score[1]
         saving = self._checkpoints.begin(state.step, saved)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from roll.config.evaluation import HELD_OUT
-from roll.pipeline.output import say
+from roll.pipeline.output import print_line
 from roll.run.state_latency import StateTable
 
 
@@ -30,7 +30,7 @@ class StepReport:
 
 
 @dataclass(frozen=True)
-class Measured:
+class HeldOutResult:
     """The result of an evaluation on held-out data."""
 
     measure: str
@@ -45,7 +45,7 @@ class Reporter(Protocol):
         """What the run is doing now."""
         ...
 
-    def evaluated(self, step: int, measured: Measured) -> None: ...
+    def evaluated(self, step: int, result: HeldOutResult) -> None: ...
 
     def stepped(self, report: StepReport) -> None: ...
 
@@ -63,18 +63,18 @@ class PlainReporter:
 
     def started(self, run: Path, steps: int, first_step: int) -> None:
         begin = f"from step {first_step} " if first_step else ""
-        self._say(f"run {run}: {steps} steps {begin}")
+        self._print(f"run {run}: {steps} steps {begin}")
 
     def phase(self, text: str) -> None:
-        self._say(text)
+        self._print(text)
 
-    def evaluated(self, step: int, measured: Measured) -> None:
-        detail = f", {measured.detail}" if measured.detail else ""
-        self._say(f"step {step}: {measured.measure} {measured.value:.3f}{detail}")
+    def evaluated(self, step: int, result: HeldOutResult) -> None:
+        detail = f", {result.detail}" if result.detail else ""
+        self._print(f"step {step}: {result.measure} {result.value:.3f}{detail}")
 
     def stepped(self, report: StepReport) -> None:
         facts = "".join(f"  {name} {value}" for name, value in report.facts)
-        self._say(
+        self._print(
             f"step {report.step}/{report.steps}  {report.measure} {report.value:.3f}{facts}  "
             f"{report.seconds:.1f} s  left {report.seconds_left:.0f} s"
         )
@@ -83,7 +83,7 @@ class PlainReporter:
         """Prints nothing: the lines are for steps."""
 
     def warned(self, text: str) -> None:
-        self._say(f"warning: {text}")
+        self._print(f"warning: {text}")
 
     def finished(self, summary: dict[str, Any]) -> None:
         how = (
@@ -92,14 +92,14 @@ class PlainReporter:
             else (f"finished {summary['steps']} steps")
         )
         lines = "".join(f": {line.strip()}" for line in held_out_lines(summary, "->"))
-        self._say(f"{how} in {summary['seconds']:.0f} s{lines}")
+        self._print(f"{how} in {summary['seconds']:.0f} s{lines}")
 
-    def _say(self, text: str) -> None:
-        say(text)
+    def _print(self, text: str) -> None:
+        print_line(text)
 
 
 class SilentReporter(PlainReporter):
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         pass
 
 

@@ -17,7 +17,7 @@ from roll.config.secrets import redacted
 from roll.run import Checkpoint, Checkpoints, Metrics, RunFolder
 from roll.run.history import History
 
-MUST_STAY = {
+IMMUTABLE = {
     "pipeline": "the checkpoint is this pipeline's",
     "model.": "the checkpoint holds the weights of this model, in this form",
     "seed": "the order of the tasks and the noise of sampling follow from it",
@@ -43,7 +43,7 @@ MUST_STAY = {
     "algorithm.credit": "the checkpoint has, or lacks, the weights of a critic",
 }
 """Settings that a run cannot change when it resumes, and why. A name with a trailing dot is a section."""
-MAY_CHANGE = ("data.epochs", "reward.workers", "reward.deadline_s", "reward.max_attempts")
+MUTABLE = ("data.epochs", "reward.workers", "reward.deadline_s", "reward.max_attempts")
 """Exceptions: settings in those sections that may change."""
 
 
@@ -60,29 +60,29 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumePoint:
     """What a run resumes from; without a checkpoint it starts over."""
 
     checkpoint: Checkpoint | None
     changes: tuple[Change, ...]
-    remarks: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
-def resumed(config: Config, folder: RunFolder) -> Resumed:
+def find_resume_point(config: Config, folder: RunFolder) -> ResumePoint:
     """How the run in a folder resumes with a config; refused if it cannot."""
     changes = changes_of(config, folder)
     _remove_secrets(folder)
     checkpoint = newest_checkpoint(folder)
     if checkpoint is not None:
         checkpoint.verify()
-    return Resumed(checkpoint, changes, tuple(_remarks(folder, checkpoint)))
+    return ResumePoint(checkpoint, changes, tuple(_warnings(folder, checkpoint)))
 
 
 def _remove_secrets(folder: RunFolder) -> None:
     """Removes secrets from config.yaml; older versions saved them."""
     written = folder.config_path.read_text(encoding="utf-8")
-    if (without := saved_without_secrets(written)) != written:
-        folder.write_config(without)
+    if (cleaned := saved_without_secrets(written)) != written:
+        folder.write_config(cleaned)
 
 
 def changes_of(config: Config, folder: RunFolder) -> tuple[Change, ...]:
@@ -98,28 +98,28 @@ def changes_of(config: Config, folder: RunFolder) -> tuple[Change, ...]:
 def changes_since(before: Config, after: Config) -> tuple[Change, ...]:
     """The settings that differ."""
     return tuple(
-        Change(key, redacted(_at(before, key), key), redacted(_at(after, key), key))
+        Change(key, redacted(_value_at(before, key), key), redacted(_value_at(after, key), key))
         for key in changed_keys(before, after)
     )
 
 
-def why_kept(key: str, config: Config) -> str | None:
+def why_immutable(key: str, config: Config) -> str | None:
     """Why a run cannot resume with another value of a setting; None if it can."""
-    if key in MAY_CHANGE:
+    if key in MUTABLE:
         return None
     if key == "rollout.groups_per_step" and config.rollout.task_order in ("in_order", "longest_first"):
         return None
     if key == "algorithm.kl_coef" and config.algorithm.kl_target is not None:
         return "algorithm.kl_target steers it, and the checkpoint holds the value that was reached"
-    return next((why for name, why in MUST_STAY.items() if _names(name, key)), None)
+    return next((why for name, why in IMMUTABLE.items() if _matches(name, key)), None)
 
 
-def _names(name: str, key: str) -> bool:
+def _matches(name: str, key: str) -> bool:
     return key.startswith(name) if name.endswith(".") else key == name or key.startswith(f"{name}.")
 
 
 def refuse_changes(folder: RunFolder, config: Config, changes: tuple[Change, ...]) -> None:
-    refused = [(change, why) for change in changes if (why := why_kept(change.key, config)) is not None]
+    refused = [(change, why) for change in changes if (why := why_immutable(change.key, config)) is not None]
     if refused:
         listed = "".join(f"\n  {change}: {why}" for change, why in refused)
         raise UserError(
@@ -133,13 +133,13 @@ def refuse_changes(folder: RunFolder, config: Config, changes: tuple[Change, ...
 def newest_checkpoint(folder: RunFolder) -> Checkpoint | None:
     """The newest checkpoint of a run; None if it never had one. Refused if they are missing or one is incomplete."""
     checkpoints = Checkpoints(folder)
-    if hollow := checkpoints.hollow():
+    if incomplete := checkpoints.without_manifest():
         raise UserError(
-            f"checkpoint {hollow[-1]} is damaged (it has no manifest): `roll repair {folder.path}` moves it aside and "
-            "says what the run can continue from"
+            f"checkpoint {incomplete[-1]} is damaged (it has no manifest): `roll repair {folder.path}` moves it aside "
+            "and says what the run can continue from"
         )
     checkpoint = checkpoints.latest()
-    if checkpoint is None and (step := _once_saved(folder)) is not None:
+    if checkpoint is None and (step := _last_saved_step(folder)) is not None:
         raise UserError(
             f"the run in {folder.path} has had checkpoints, the newest of step {step}, but {folder.checkpoints_dir} "
             f"holds none: put it back and resume, or start over with {option('restart')}, which moves this run aside"
@@ -147,7 +147,7 @@ def newest_checkpoint(folder: RunFolder) -> Checkpoint | None:
     return checkpoint
 
 
-def _once_saved(folder: RunFolder) -> int | None:
+def _last_saved_step(folder: RunFolder) -> int | None:
     """The step of a checkpoint that the run must have had."""
     saved = History(folder).newest_saved()
     if saved is not None:
@@ -157,11 +157,11 @@ def _once_saved(folder: RunFolder) -> int | None:
     every = load_config(folder.config_path).run.checkpoint_every
     if not every or not folder.metrics_path.exists():
         return None
-    done = max((row["step"] for row in Metrics.read(folder.metrics_path)), default=0)
-    return (done - 1) // every * every if done > every else None  # saved before the next step began
+    last_step = max((row["step"] for row in Metrics.read(folder.metrics_path)), default=0)
+    return (last_step - 1) // every * every if last_step > every else None  # saved before the next step began
 
 
-def _remarks(folder: RunFolder, checkpoint: Checkpoint | None) -> list[str]:
+def _warnings(folder: RunFolder, checkpoint: Checkpoint | None) -> list[str]:
     """Warnings for the user who resumes the run."""
     if checkpoint is None:
         return ["the run ended before its first checkpoint: it starts from the beginning"]
@@ -171,7 +171,7 @@ def _remarks(folder: RunFolder, checkpoint: Checkpoint | None) -> list[str]:
     return []
 
 
-def _at(config: Config, key: str) -> Any:
+def _value_at(config: Config, key: str) -> Any:
     value: Any = config.model_dump()
     for name in key.split("."):
         value = value[name]

@@ -14,7 +14,7 @@ from roll.devices.residency import ResidencyTable
 from roll.model.classifier import load_classifier_config
 from roll.model.find import find_model
 from roll.model.loading import load_model_config, load_tokenizer
-from roll.pipeline.start import met, offload_at_start
+from roll.pipeline.start import join_and_offload, offload_at_start
 from roll.strategy.infer.vllm_args import check_vllm
 from roll.workers.device import DeviceWorker
 from roll.workers.judge import JudgeWorker
@@ -44,8 +44,8 @@ async def start_scorers(config: Config, executor: Executor, map: DeviceMap, stag
         return RewardModelClient(
             await _reward_model(config, executor, map, stages), await _judge(config, executor, map, stages)
         )
-    both = _reward_model(config, executor, map, stages), _judge(config, executor, map, stages)
-    return RewardModelClient(*await asyncio.gather(*both))  # waits: starts and calls have deadlines
+    starts = _reward_model(config, executor, map, stages), _judge(config, executor, map, stages)
+    return RewardModelClient(*await asyncio.gather(*starts))  # waits: starts and calls have deadlines
 
 
 async def _reward_model(
@@ -55,7 +55,7 @@ async def _reward_model(
         return None
     places = map.roles["reward_model"].places
     cluster = await Cluster.start(executor, lambda place: RewardModelWorker(place, config), places)
-    return await met(cluster, RewardModelWorker.set_residency, stages, config.fault_tolerance)
+    return await join_and_offload(cluster, RewardModelWorker.set_residency, stages, config.fault_tolerance)
 
 
 async def _judge(

@@ -36,7 +36,7 @@ from roll.strategy.train.base import UpdateStats
 from roll.workers.critic import CriticWorker
 from roll.workers.train import TrainWorker
 
-MOST_IDLE_STEPS = 10
+MAX_IDLE_STEPS = 10
 """A run ends after this many consecutive steps in which the filter kept no group."""
 
 
@@ -60,8 +60,8 @@ class RLVR:
         self._roles = roles
         self._publisher = publisher
         self._recorder = recorder
-        self._record = RLVRMetrics(config, roles, recorder, domains_of(tasks.train))
-        self._health = NanGuard(recorder.reporter, config.train.max_skipped_in_a_row)
+        self._metrics = RLVRMetrics(config, roles, recorder, domains_of(tasks.train))
+        self._nan_guard = NanGuard(recorder.reporter, config.train.max_skipped_in_a_row)
         self.state = state
         self._checkpoint = checkpoint
         self._tasks = tasks
@@ -90,7 +90,7 @@ class RLVR:
             await self._publish(state.step)
         if state.before is None:
             await self._evaluate()
-        while state.step < config.train.steps and not recorder.stop_requested and not self._solved():
+        while state.step < config.train.steps and not recorder.stop_requested and not self._nothing_left_to_learn():
             await self._step()
             last = state.step == config.train.steps
             if config.eval.every and state.step % config.eval.every == 0 and not last:
@@ -109,7 +109,7 @@ class RLVR:
         await self._residency_manager.enter("generate")
         rollout = await self._scheduler.next_rollout()
         generated = time.monotonic()
-        await self._record.samples(state.step + 1, rollout)
+        await self._metrics.samples(state.step + 1, rollout)
         async with self._publisher.changing():
             try:
                 stats, untrained = await self._train(rollout)
@@ -117,15 +117,15 @@ class RLVR:
                 self._scheduler.give_back(rollout, f"tokens lost: {str(lost).splitlines()[0]}")
                 return
             await self._publish(state.step + 1)
-        self._count(rollout, untrained)
+        self._count_step(rollout, untrained)
         times = (generated - started, time.monotonic() - generated)
-        await self._record.step(state, rollout, stats, *times)
+        await self._metrics.step(state, rollout, stats, *times)
 
     async def _train(self, rollout: RolloutBatch) -> tuple[UpdateStats | None, dict[str, str]]:
         """Returns the statistics of the update (None if there was none) and, per untrained sample, the reason."""
         if rollout.batch is None:
             return None, {}
-        batch = self._algorithm.credit(await self._valued(await self._compared(rollout.batch)))
+        batch = self._algorithm.credit(await self._with_values(await self._with_reference(rollout.batch)))
         check_advantages(batch, self._config.algorithm.name)
         left_out = dict.fromkeys(set(rollout.batch["sample"].tolist()) - set(batch["sample"].tolist()), LEFT_OUT)
         if len(batch):
@@ -133,34 +133,34 @@ class RLVR:
             return stats, left_out | dict.fromkeys(stats.untrained, NOT_FINITE)
         self._recorder.reporter.warned(
             f"step {self.state.step + 1}: nothing was trained: the algorithm left out all of {len(left_out)} samples"
-            f"{_choosing(self._config.algorithm)}"
+            f"{_selection_settings(self._config.algorithm)}"
         )
         return None, left_out
 
     async def _update(self, batch: Batch) -> UpdateStats:
         roles, state, algorithm = self._roles, self.state, self._algorithm
-        used = algorithm.metrics()  # before the algorithm observes this step
+        algorithm_metrics = algorithm.metrics()  # before the algorithm observes this step
         value_stats = await self._train_critic(batch)
-        own_step = state.step - self._config.algorithm.critic_warmup_steps
-        if value_stats is not None and own_step < 0:
+        actor_step = state.step - self._config.algorithm.critic_warmup_steps
+        if value_stats is not None and actor_step < 0:
             # critic warm-up: only the critic is updated
-            nothing = UpdateStats.empty(batch.tokens, untrained=value_stats.untrained)
-            return self._with_used(nothing, used).with_prefixed("critic", value_stats)
+            empty = UpdateStats.empty(batch.tokens, untrained=value_stats.untrained)
+            return self._with_algorithm_metrics(empty, algorithm_metrics).with_prefixed("critic", value_stats)
         await self._residency_manager.enter("train")
         with self._recorder.span("train"):
-            stats = await roles.actor.call(TrainWorker.update, batch, algorithm.loss_to_send, own_step)
+            stats = await roles.actor.call(TrainWorker.update, batch, algorithm.loss_to_send, actor_step)
         if not stats.skipped:
             algorithm.observe(stats.metrics, len(batch))
-        self._health.judge(state.step + 1, stats)
-        stats = self._with_used(stats, used)
+        self._nan_guard.check(state.step + 1, stats)
+        stats = self._with_algorithm_metrics(stats, algorithm_metrics)
         return stats if value_stats is None else stats.with_prefixed("critic", value_stats)
 
-    def _with_used(self, stats: UpdateStats, used: dict[str, float]) -> UpdateStats:
+    def _with_algorithm_metrics(self, stats: UpdateStats, metrics: dict[str, float]) -> UpdateStats:
         """The stats with the algorithm's own metrics added."""
-        check_unique(used, OF_TRAINER | stats.metrics.keys(), f"algorithm.name {self._config.algorithm.name!r}")
-        return stats.with_metrics(used)
+        check_unique(metrics, OF_TRAINER | stats.metrics.keys(), f"algorithm.name {self._config.algorithm.name!r}")
+        return stats.with_metrics(metrics)
 
-    async def _valued(self, batch: Batch) -> Batch:
+    async def _with_values(self, batch: Batch) -> Batch:
         """The batch with the critic's value predictions."""
         critic = self._roles.critic
         if critic is None:
@@ -174,10 +174,10 @@ class RLVR:
             return None
         with self._recorder.span("critic"):
             stats = await critic.call(CriticWorker.update, batch, credit, self.state.step)
-        self._health.judge(self.state.step + 1, stats, "critic")
+        self._nan_guard.check(self.state.step + 1, stats, "critic")
         return stats
 
-    async def _compared(self, batch: Batch) -> Batch:
+    async def _with_reference(self, batch: Batch) -> Batch:
         """The batch with the reference log-probs that the algorithm needs. If the reward has a KL penalty and a step
         makes several updates, also with the log-probs before the first update, so that actor and critic use the same
         penalty."""
@@ -193,8 +193,8 @@ class RLVR:
         else:
             batch = batch.with_columns(ref=await reference.call(TrainWorker.log_probs, batch))
         if self._algorithm.needs_sample_kl:
-            estimator, by = self._config.algorithm.kl_estimator, reference or actor
-            batch = batch.with_columns(kl=await by.call(TrainWorker.sample_kl, batch, estimator))
+            estimator, scorer = self._config.algorithm.kl_estimator, reference or actor
+            batch = batch.with_columns(kl=await scorer.call(TrainWorker.sample_kl, batch, estimator))
         return batch
 
     async def _publish(self, version: int) -> None:
@@ -214,28 +214,28 @@ class RLVR:
         await self._scheduler.save(folder, self.state.scheduler)
         await self._roles.save(folder)
 
-    def _count(self, rollout: RolloutBatch, untrained: dict[str, str]) -> None:
+    def _count_step(self, rollout: RolloutBatch, untrained: dict[str, str]) -> None:
         self.state.step += 1
         self.state.idle_steps = 0 if rollout.batch is not None else self.state.idle_steps + 1
         self._scheduler.trained(rollout, self.state.step, untrained)
 
-    def _solved(self) -> bool:
+    def _nothing_left_to_learn(self) -> bool:
         """Whether the run can stop early because no task has anything left to teach; raises if no sample ever got a
         reward."""
-        if self.state.idle_steps < MOST_IDLE_STEPS:
+        if self.state.idle_steps < MAX_IDLE_STEPS:
             return False
         reward = self.state.reward
         if reward > 0:
-            left = "there is nothing left to learn from these tasks"
+            explanation = "there is nothing left to learn from these tasks"
             if self._config.algorithm.entropy_coef > 0:
-                left = "the entropy bonus acts on kept groups alone: to go on exploring, write rollout.filter=none"
+                explanation = "the entropy bonus acts on kept groups alone: to go on exploring, write rollout.filter=none"
             self._recorder.reporter.warned(
-                f"stopped at step {self.state.step}: in {MOST_IDLE_STEPS} steps in a row every group's rewards were all "
-                f"equal (mean {reward:.2f}); {left}"
+                f"stopped at step {self.state.step}: in {MAX_IDLE_STEPS} steps in a row every group's rewards were all "
+                f"equal (mean {reward:.2f}); {explanation}"
             )
             return True
         raise RunError(
-            f"the filter {self._config.rollout.filter!r} dropped every group of {MOST_IDLE_STEPS} steps in a row: no "
+            f"the filter {self._config.rollout.filter!r} dropped every group of {MAX_IDLE_STEPS} steps in a row: no "
             "sample ever got a reward. Choose easier tasks, a larger rollout.group_size, or a reward with partial credit"
         )
 
@@ -246,27 +246,27 @@ class RLVR:
             evaluation = await self._evaluator.evaluate(self.state.step)
         self.state.seconds += self._recorder.lap()  # this time belongs to no step
         if evaluation is not None:
-            self._record.evaluated(self.state.step, self.state.evaluated(evaluation))
+            self._metrics.evaluated(self.state.step, self.state.evaluated(evaluation))
 
 
-def _choosing(algorithm: AlgorithmConfig) -> str:
+def _selection_settings(algorithm: AlgorithmConfig) -> str:
     """The settings that leave samples out, for a message."""
     chosen = {name: getattr(algorithm, name) for name in ("mask_truncated", "difficulty", "positive_above")}
-    said = [f"algorithm.{name}={value}" for name, value in chosen.items() if value is not None and value is not False]
-    return f" ({', '.join(said)})" if said else ""
+    settings = [f"algorithm.{name}={value}" for name, value in chosen.items() if value is not None and value is not False]
+    return f" ({', '.join(settings)})" if settings else ""
 
 
 def make_scheduler(
     config: Config, tasks: TaskSet, roles: Roles, lifecycle: Lifecycle, state: RLVRState
 ) -> RolloutScheduler:
     """The scheduler that the config describes, starting at the weight version of `state`."""
-    order, keep = make_policies(config, tasks)
+    task_sampler, group_filter = make_policies(config, tasks)
     return RolloutScheduler(
-        order,
+        task_sampler,
         roles.pool,
         lifecycle,
         config.rollout,
-        keep,
+        group_filter,
         policy=make_policy(config.rollout.policy, config.root),
         version=state.step,
         siblings_needed=2 if config.algorithm.compares_siblings else 1,

@@ -11,9 +11,9 @@ from roll.config.evaluation import HELD_OUT
 from roll.config.schema import Config
 from roll.data.sample import Sample
 from roll.pipeline.recorder import Recorder, update_metrics
-from roll.pipeline.report import Measured
+from roll.pipeline.report import HeldOutResult
 from roll.pipeline.roles import Roles
-from roll.pipeline.state import RLVRState, numbers
+from roll.pipeline.state import RLVRState, estimate_values
 from roll.rollout.messages import FinalState
 from roll.run import Panel, drop_samples_after
 from roll.scheduler.evaluate import (
@@ -49,24 +49,24 @@ class RLVRMetrics:
         self._roles = roles
         self._recorder = recorder
         self._bytes_before = roles.executor.controller_bytes
-        self._told: set[tuple[str, str]] = set()
-        self._written: list[FinalState] = []
+        self._reported_failures: set[tuple[str, str]] = set()
+        self._written_states: list[FinalState] = []
         """Final states of the current step's samples, as they were written to disk."""
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         values = {"eval/reward": evaluation.reward, "eval/tokens_mean": evaluation.tokens_mean}
-        for name, found in evaluation.sets.items():
-            values |= set_metrics("eval" if name == HELD_OUT else f"eval/{name}", found)
-        self._recorder.evaluated(step, values, measured(evaluation))
-        self._tell(f"step {step}, held-out tasks", evaluation.failures)
+        for name, evaluated_set in evaluation.sets.items():
+            values |= set_metrics("eval" if name == HELD_OUT else f"eval/{name}", evaluated_set)
+        self._recorder.evaluated(step, values, held_out_result(evaluation))
+        self._warn_of_failures(f"step {step}, held-out tasks", evaluation.failures)
 
     async def samples(self, step: int, rollout: RolloutBatch) -> None:
         """Writes the samples of a step before it is trained on, so that they are on disk if their rollout worker dies
         later. Deletes those of an earlier attempt at the step whose tokens were lost."""
         if self._config.run.save_samples:
             drop_samples_after(self._recorder.folder, step - 1)
-            self._written = rollout.fates()
-            await self._roles.pool.tokens.write(step, self._written)
+            self._written_states = rollout.fates()
+            await self._roles.pool.tokens.write(step, self._written_states)
 
     async def step(
         self, state: RLVRState, rollout: RolloutBatch, stats: UpdateStats | None, generating_s: float, training_s: float
@@ -94,8 +94,8 @@ class RLVRMetrics:
         if stats is not None:
             values |= update_metrics(stats)
         if total := roles.executor.controller_bytes:
-            passed, self._bytes_before = total - self._bytes_before, total
-            values["controller/bytes_per_sample"] = passed / max(len(rollout.samples), 1)
+            transferred, self._bytes_before = total - self._bytes_before, total
+            values["controller/bytes_per_sample"] = transferred / max(len(rollout.samples), 1)
         values |= await roles.peak_memory()
         values |= (await roles.take_grader_stats()).metrics()
         if (environments := await roles.take_environment_stats()) is not None:
@@ -106,7 +106,7 @@ class RLVRMetrics:
             recorder.age = {f"staleness_{what}": values.get(f"staleness/{what}") for what in ("mean", "max")}
         values["rollout/grader_backpressure_s"] = roles.pool.take_full_s()
         recorder.log(state.step, values)
-        if self._config.run.save_samples and rollout.fates() != self._written:
+        if self._config.run.save_samples and rollout.fates() != self._written_states:
             await roles.pool.tokens.write(state.step, rollout.fates(), again=True)
         await roles.pool.tokens.release(rollout.samples)
         facts = [
@@ -118,36 +118,38 @@ class RLVRMetrics:
             facts.append(("failed", f"{failed} samples"))
         worked_s = generating_s + training_s
         recorder.report(state.step, "reward", values["reward/mean"], facts, values, worked_s=worked_s)
-        self._tell(f"step {state.step}", failures_of(rollout.samples))
+        self._warn_of_failures(f"step {state.step}", failures_of(rollout.samples))
 
-    def _tell(self, where: str, failures: Sequence[EvalFailure]) -> None:
+    def _warn_of_failures(self, where: str, failures: Sequence[EvalFailure]) -> None:
         """Warns of each kind of failure once: the run continues without failed samples, and its user must know."""
         for failure in failures:
-            if (failure.domain, failure.kind) not in self._told:
-                self._told.add((failure.domain, failure.kind))
+            if (failure.domain, failure.kind) not in self._reported_failures:
+                self._reported_failures.add((failure.domain, failure.kind))
                 self._recorder.reporter.warned(f"{where}: {failure}")
 
 
-def set_metrics(where: str, found: SetEvaluation) -> dict[str, float]:
+def set_metrics(where: str, evaluated_set: SetEvaluation) -> dict[str, float]:
     """The metrics of one set, prefixed by `where`."""
-    values = {name: value for name, value in numbers(found).items() if value is not None}
-    values |= {"tokens_mean": found.tokens_mean, "failed": found.failed}
-    values |= {f"reward/{part}": mean for part, mean in found.parts.items()}
-    for name, score in found.domains.items():
+    values = {name: value for name, value in estimate_values(evaluated_set).items() if value is not None}
+    values |= {"tokens_mean": evaluated_set.tokens_mean, "failed": evaluated_set.failed}
+    values |= {f"reward/{part}": mean for part, mean in evaluated_set.parts.items()}
+    for name, score in evaluated_set.domains.items():
         values |= {f"{name}/reward": score.reward, f"{name}/tokens_mean": score.tokens_mean}
         values |= {f"{name}/reward/{part}": mean for part, mean in score.parts.items()}
     return {f"{where}/{name}": value for name, value in values.items()}
 
 
-def measured(evaluation: Evaluation) -> Measured:
+def held_out_result(evaluation: Evaluation) -> HeldOutResult:
     each = "".join(f", {name} {score.reward:.3f}" for name, score in evaluation.domains.items())
-    for name, found in evaluation.sets.items():
-        each += "" if name == HELD_OUT else f", {name} {found.measure} {found.reward.value:.3f}"
-        each += "".join(f", {of} {found.estimates[of].value:.3f}" for of in found.estimates if of != "reward")
-    own = "" if evaluation.domains else parts_text(evaluation.parts)
+    for name, evaluated_set in evaluation.sets.items():
+        each += "" if name == HELD_OUT else f", {name} {evaluated_set.measure} {evaluated_set.reward.value:.3f}"
+        each += "".join(
+            f", {of} {evaluated_set.estimates[of].value:.3f}" for of in evaluated_set.estimates if of != "reward"
+        )
+    parts = "" if evaluation.domains else parts_text(evaluation.parts)
     mean = f"mean of {len(evaluation.sets)} sets, " if len(evaluation.sets) > 1 else ""
-    detail = f"{mean}{evaluation.tokens_mean:.1f} tokens per answer{own}{each}"
-    return Measured(evaluation.name, evaluation.reward, detail)
+    detail = f"{mean}{evaluation.tokens_mean:.1f} tokens per answer{parts}{each}"
+    return HeldOutResult(evaluation.name, evaluation.reward, detail)
 
 
 def rollout_metrics(rollout: RolloutBatch, samples: list[Sample], lengths: list[int]) -> dict[str, float]:
@@ -169,18 +171,18 @@ def rollout_metrics(rollout: RolloutBatch, samples: list[Sample], lengths: list[
 def domain_metrics(domain: str, rollout: RolloutBatch, samples: Sequence[Sample]) -> dict[str, float]:
     """The metrics of a domain in a step. A mean over nothing is left out."""
     groups = [group for group in rollout.groups if group.task.domain == domain]
-    own = [sample for sample in samples if sample.task.domain == domain]
+    domain_samples = [sample for sample in samples if sample.task.domain == domain]
     values: dict[str, float] = {
         "groups_kept": sum(group.task.domain == domain for group in rollout.kept),
         "groups_issued": len(groups),
         "failed": sum(sample.state == "failed" for group in groups for sample in group.samples),
     }
-    if rewards := [s.reward for s in own if s.state != "failed"]:
+    if rewards := [s.reward for s in domain_samples if s.state != "failed"]:
         values["reward"] = fmean(rewards)
-    if own:
-        values["tokens_mean"] = fmean(s.response_tokens for s in own)
-        values["truncated"] = fmean(s.finish == "length" for s in own)
-    values |= {f"reward/{name}": mean for name, mean in part_means(own).items()}
+    if domain_samples:
+        values["tokens_mean"] = fmean(s.response_tokens for s in domain_samples)
+        values["truncated"] = fmean(s.finish == "length" for s in domain_samples)
+    values |= {f"reward/{name}": mean for name, mean in part_means(domain_samples).items()}
     dropped: Mapping[str, int] = rollout.dropped_by_domain.get(domain, {})
     values |= {f"dropped/{reason.partition(':')[0]}": count for reason, count in dropped.items()}
     return {f"domain/{domain}/{name}": value for name, value in values.items()}

@@ -23,7 +23,7 @@ from roll.devices.run_requirements import SFT_ROLES, rlvr_roles
 from roll.env.stats import EnvStats
 from roll.model.find import find_model
 from roll.pipeline.reward_models import scorer_peaks, start_scorers
-from roll.pipeline.start import LEAST_SILENT_S, met, offload_at_start, watched
+from roll.pipeline.start import MIN_HANG_S, ending_dead_workers, join_and_offload, offload_at_start
 from roll.process.structured_gather import structured_gather
 from roll.reward import RewardSpec
 from roll.reward.stats import GraderStats
@@ -119,7 +119,7 @@ class TrainRoles:
 
     async def load(self, checkpoint: Path, fault_tolerance: FaultToleranceConfig) -> None:
         """Has the actor and the critic load a checkpoint."""
-        async with watched(fault_tolerance, self.actor, self.critic):
+        async with ending_dead_workers(fault_tolerance, self.actor, self.critic):
             await self.actor.call(TrainWorker.load, checkpoint)
             if self.critic is not None:
                 await self.critic.call(CriticWorker.load, checkpoint)
@@ -149,8 +149,8 @@ class TrainRoles:
         calls = self._peak_calls()
         # a dead worker is reported by its supervisor
         # waits: calls have deadlines
-        found = await asyncio.gather(*calls.values(), return_exceptions=True)
-        peaks = {role: max(peak) for role, peak in zip(calls, found, strict=True) if isinstance(peak, list)}
+        results = await asyncio.gather(*calls.values(), return_exceptions=True)
+        peaks = {role: max(peak) for role, peak in zip(calls, results, strict=True) if isinstance(peak, list)}
         return {f"memory/{role}_gib": peak / 2**30 for role, peak in peaks.items() if peak}
 
     def _peak_calls(self) -> dict[str, Coroutine[Any, Any, list[int]]]:
@@ -182,8 +182,8 @@ class Roles(TrainRoles):
 
     @property
     def clusters(self) -> list[Cluster[Any]]:
-        others: list[Cluster[Any] | None] = [self.engines, self.rollouts, self.rewards, self.environments]
-        return [*self.trainers, *(cluster for cluster in others if cluster is not None), *self.scorers.clusters]
+        optional: list[Cluster[Any] | None] = [self.engines, self.rollouts, self.rewards, self.environments]
+        return [*self.trainers, *(cluster for cluster in optional if cluster is not None), *self.scorers.clusters]
 
     @property
     def moves(self) -> int:
@@ -192,16 +192,16 @@ class Roles(TrainRoles):
     def waiting(self) -> list[str]:
         if not self.router.waiting:
             return []
-        inside = ", ".join(map(str, sorted(self.router.inside))) or "none"
-        return [f"{self.router.waiting} groups wait for an engine; engines that take some: {inside}"]
+        accepting = ", ".join(map(str, sorted(self.router.inside))) or "none"
+        return [f"{self.router.waiting} groups wait for an engine; engines that take some: {accepting}"]
 
     async def take_grader_stats(self) -> GraderStats:
         """The statistics of all graders since the last call."""
         ranks = range(len(self.rewards))
         calls = [self.rewards.call_rank(rank, RewardWorker.take_stats) for rank in ranks]
         # waits: calls have deadlines
-        found = await asyncio.gather(*calls, return_exceptions=True)  # a dead worker is reported by its supervisor
-        return sum((stats for stats in found if isinstance(stats, GraderStats)), GraderStats())
+        results = await asyncio.gather(*calls, return_exceptions=True)  # a dead worker is reported by its supervisor
+        return sum((stats for stats in results if isinstance(stats, GraderStats)), GraderStats())
 
     async def take_environment_stats(self) -> EnvStats | None:
         """The statistics of all environments since the last call; None if the run has none."""
@@ -209,8 +209,8 @@ class Roles(TrainRoles):
             return None
         calls = [self.environments.call_rank(rank, EnvWorker.take_stats) for rank in range(len(self.environments))]
         # waits: calls have deadlines
-        found = await asyncio.gather(*calls, return_exceptions=True)  # a dead worker is reported by its supervisor
-        return sum((stats for stats in found if isinstance(stats, EnvStats)), EnvStats())
+        results = await asyncio.gather(*calls, return_exceptions=True)  # a dead worker is reported by its supervisor
+        return sum((stats for stats in results if isinstance(stats, EnvStats)), EnvStats())
 
     def engine_trouble(self, engine: int, reason: str) -> None:
         """An engine misbehaves: its requests are moved to other engines."""
@@ -220,21 +220,21 @@ class Roles(TrainRoles):
         """Gives the rollout and reward workers the current handles of the roles they call. A worker that is dead gets
         them when it is back."""
         judge, environments = self.scorers.judge, self.environments
-        scorers = replace(self.scorers, judge=judge and self._left(judge)).as_sent()
-        graders, environments = self._left(self.rewards), environments and self._left(environments)
+        scorers = replace(self.scorers, judge=judge and self._on_live_nodes(judge)).as_sent()
+        graders, environments = self._on_live_nodes(self.rewards), environments and self._on_live_nodes(environments)
         ranks = set(range(len(self.rollouts))) - self.retired.get("rollout", set())
-        told = (graders.call_rank(rank, RewardWorker.connect, scorers) for rank in range(len(graders)))
-        _raise_all_but_losses(await asyncio.gather(*told, return_exceptions=True))
+        connects = (graders.call_rank(rank, RewardWorker.connect, scorers) for rank in range(len(graders)))
+        _raise_unless_worker_lost(await asyncio.gather(*connects, return_exceptions=True))
         calls = (
             self.rollouts.call_rank(rank, RolloutWorker.connect, self.engines, graders, environments)
             for rank in sorted(ranks)
         )
-        _raise_all_but_losses(await asyncio.gather(*calls, return_exceptions=True))
+        _raise_unless_worker_lost(await asyncio.gather(*calls, return_exceptions=True))
 
-    def _left(self, cluster: Cluster[W]) -> Cluster[W]:
+    def _on_live_nodes(self, cluster: Cluster[W]) -> Cluster[W]:
         """The workers of a role whose nodes are alive."""
-        gone = self.retired.get(cluster.role)
-        return cluster if not gone else cluster.subset([rank for rank in range(len(cluster)) if rank not in gone])
+        retired = self.retired.get(cluster.role)
+        return cluster if not retired else cluster.subset([rank for rank in range(len(cluster)) if rank not in retired])
 
     def _peak_calls(self) -> dict[str, Coroutine[Any, Any, list[int]]]:
         engines = self.engines.subset(sorted(self.alive)) if self.alive else None
@@ -244,7 +244,7 @@ class Roles(TrainRoles):
 
 def make_executor(config: Config) -> Executor:
     """The executor that the config names; it has started or joined nothing yet."""
-    silent_s = max(config.fault_tolerance.hang_s, LEAST_SILENT_S)
+    silent_s = max(config.fault_tolerance.hang_s, MIN_HANG_S)
     if config.executor == "local":
         return LocalExecutor(config.ray.call_deadline_s, config.ray.start_deadline_s, silent_s)
     # Ray reads this when it is imported. It hides pages about dead processes, which the run reports in one sentence.
@@ -333,8 +333,8 @@ async def start_trainer(
 
 def _verify_models(config: Config, map: DeviceMap) -> None:
     """Refuses checkpoint weights whose checksums are wrong."""
-    own = {getattr(config.roles, role).model.path for role in SCORING_ROLES if role in map.roles}
-    for path in sorted({config.model.path} | own):
+    scoring_paths = {getattr(config.roles, role).model.path for role in SCORING_ROLES if role in map.roles}
+    for path in sorted({config.model.path} | scoring_paths):
         source = find_model(path)
         for folder in (source.location, *source.adapters):
             if folder is not None:
@@ -355,7 +355,7 @@ async def _start_actor(
 ) -> Cluster[TrainWorker]:
     places = map.roles["actor_train"].places
     actor = await Cluster.start(executor, lambda place: TrainWorker(place, config), places)
-    return await met(actor, TrainWorker.set_residency, stages, config.fault_tolerance)
+    return await join_and_offload(actor, TrainWorker.set_residency, stages, config.fault_tolerance)
 
 
 async def _start(
@@ -372,7 +372,7 @@ async def _start(
         return await Cluster.start(executor, make, places[role])
 
     async def start_rewards() -> Cluster[RewardWorker]:
-        at_once, patience_s = config.roles.judge.max_running, config.rollout.deadline_s
+        max_concurrent, patience_s = config.roles.judge.max_running, config.rollout.deadline_s
         cluster = await start(
             "reward",
             lambda place: RewardWorker(
@@ -380,7 +380,7 @@ async def _start(
                 config.reward,
                 reward,
                 graders,
-                replies_at_once=at_once,
+                replies_at_once=max_concurrent,
                 patience_s=patience_s,
                 log_bytes=log_bytes,
             ),
@@ -392,8 +392,8 @@ async def _start(
         return await _start_actor(config, executor, map, stages)
 
     async def start_engines() -> Cluster[InferWorker]:
-        own = not map.one_copy
-        engines = await start("actor_infer", lambda place: InferWorker(place, config, own_weights=own))
+        own_weights = not map.one_copy
+        engines = await start("actor_infer", lambda place: InferWorker(place, config, own_weights=own_weights))
         return await offload_at_start(engines, InferWorker.set_residency, stages)
 
     async def start_environments() -> Cluster[EnvWorker] | None:
@@ -409,14 +409,14 @@ async def _start(
     async def start_reference() -> Cluster[TrainWorker] | None:
         if "reference" not in places:
             return None
-        frozen = await start("reference", lambda place: TrainWorker(place, config, trainable=False))
-        return await met(frozen, TrainWorker.set_residency, stages, config.fault_tolerance)
+        reference = await start("reference", lambda place: TrainWorker(place, config, trainable=False))
+        return await join_and_offload(reference, TrainWorker.set_residency, stages, config.fault_tolerance)
 
     async def start_critic() -> Cluster[CriticWorker] | None:
         if "critic" not in places:
             return None
         critic = await start("critic", lambda place: CriticWorker(place, config))
-        return await met(critic, CriticWorker.set_residency, stages, config.fault_tolerance)
+        return await join_and_offload(critic, CriticWorker.set_residency, stages, config.fault_tolerance)
 
     async def start_models() -> Models:
         if stages.takes_turns:  # one after the other: they may not fit on the devices together
@@ -426,15 +426,15 @@ async def _start(
         return await asyncio.gather(start_actor(), start_engines(), start_reference(), start_critic(), scoring)
 
     try:
-        async with asyncio.TaskGroup() as starts:
-            rewarding = starts.create_task(start_rewards())
-            models = starts.create_task(start_models())
-            rolling = starts.create_task(start_rollouts())
-            acting = starts.create_task(start_environments())
+        async with asyncio.TaskGroup() as task_group:
+            rewards_task = task_group.create_task(start_rewards())
+            models_task = task_group.create_task(start_models())
+            rollouts_task = task_group.create_task(start_rollouts())
+            environments_task = task_group.create_task(start_environments())
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None  # the first error; it cancelled the other starts
-    rewards, rollouts = rewarding.result(), rolling.result()
-    actor, engines, reference, critic, scorers = models.result()
+    rewards, rollouts = rewards_task.result(), rollouts_task.result()
+    actor, engines, reference, critic, scorers = models_task.result()
     rollout = config.rollout
     router = Router(
         len(engines),
@@ -449,25 +449,27 @@ async def _start(
     pool = RolloutPool(
         rollouts, router, tries=rollout.max_attempts, scoring_most=config.reward.queue, deadline_s=executor.deadline_s
     )
-    acts = acting.result()
-    roles = Roles(executor, stages, actor, reference, critic, engines, rewards, rollouts, acts, router, pool, scorers)
+    environments = environments_task.result()
+    roles = Roles(
+        executor, stages, actor, reference, critic, engines, rewards, rollouts, environments, router, pool, scorers
+    )
     await roles.connect()
     return roles
 
 
 async def _restart(
     cluster: Cluster[G],
-    hold: Callable[[G, Residency], Any],
+    set_residency: Callable[[G, Residency], Any],
     stages: ResidencyTable,
     fault_tolerance: FaultToleranceConfig,
 ) -> None:
     """Restarts all workers of a role, in the state in which the run started them."""
     for ranks in cluster.units:
         await cluster.restart(ranks[0])
-    await met(cluster, hold, stages, fault_tolerance)
+    await join_and_offload(cluster, set_residency, stages, fault_tolerance)
 
 
-def _raise_all_but_losses(results: Sequence[object]) -> None:
+def _raise_unless_worker_lost(results: Sequence[object]) -> None:
     for result in results:
         if isinstance(result, BaseException) and not isinstance(result, WorkerDied | CallTimedOut):
             raise result

@@ -33,8 +33,8 @@ class Chosen:
     """Objects passed in Python that the run uses."""
     compared: Config
     """The config to compare with the run's own: objects given in Python are not settings."""
-    says: tuple[str, ...] = ()
-    kept: RunCode | None = None
+    messages: tuple[str, ...] = ()
+    recorded: RunCode | None = None
     changed: bool = False
     """Whether the code differs from the recorded code and must be recorded."""
 
@@ -58,8 +58,8 @@ def config_of_run(run: Path, overrides: Sequence[str] = (), code: str | None = N
         return config, ""
     if code == "current":
         return recorded.with_objects(config), f"using the code as it is now, found from {root_of(config)}"
-    said = f"using the code the run was trained with: {shown(recorded.folder)} ({recorded.label})"
-    return recorded.applied(config), said
+    message = f"using the code the run was trained with: {shown(recorded.folder)} ({recorded.label})"
+    return recorded.applied(config), message
 
 
 def code_to_resume(config: Config, given: Given, run: Path, code: str | None) -> Chosen:
@@ -70,7 +70,7 @@ def code_to_resume(config: Config, given: Given, run: Path, code: str | None) ->
     if recorded is None:
         warning = f"{shown(run)} does not record the code it was trained with: continuing with the code as it is now"
         return Chosen(config, given, saved_form(config, given), (warning,), changed=True)
-    config, says = _with_kept_objects(config, given, recorded)
+    config, messages = _with_recorded_objects(config, given, recorded)
     differing = recorded.differences(config, given)
     compared = recorded.with_objects(config, given)
     if differing and code is None:
@@ -82,28 +82,28 @@ def code_to_resume(config: Config, given: Given, run: Path, code: str | None) ->
                 f"bring it back, or write {option('code', 'current')} to continue with it as it is now"
                 f"{_listed(data)}"
             )
-        says.append(f"using the code the run was trained with: {shown(recorded.folder)} ({recorded.label})")
-        return Chosen(recorded.applied(config), {}, compared, tuple(says), recorded)
+        messages.append(f"using the code the run was trained with: {shown(recorded.folder)} ({recorded.label})")
+        return Chosen(recorded.applied(config), {}, compared, tuple(messages), recorded)
     if differing and code is None:
         raise UserError(
             f"the run in {shown(run)} was trained with other code or data: write {option('code', 'run')} to continue "
             f"with the copy of the code that the run keeps, or {option('code', 'current')} to continue with "
             f"what is there now, on record{_listed(differing)}"
         )
-    says += [f"continuing with other code or data: {difference}" for difference in differing]
+    messages += [f"continuing with other code or data: {difference}" for difference in differing]
     for name in given:
         if name not in {SETTINGS_OF_PIECES[piece.setting] for piece in recorded.objects}:
             section = SETTINGS[name][0]
             compared = compared.model_copy(update={section: getattr(load_config(run / "config.yaml"), section)})
-    return Chosen(config, given, compared, tuple(says), recorded, changed=bool(differing))
+    return Chosen(config, given, compared, tuple(messages), recorded, changed=bool(differing))
 
 
 SETTINGS_OF_PIECES = {".".join(keys): name for name, keys in SETTINGS.items()}
 
 
-def _with_kept_objects(config: Config, given: Given, recorded: RunCode) -> tuple[Config, list[str]]:
+def _with_recorded_objects(config: Config, given: Given, recorded: RunCode) -> tuple[Config, list[str]]:
     """The config with the objects that the run was given before and is not given now, and sentences about them."""
-    says = []
+    messages = []
     for piece in recorded.objects:
         name = SETTINGS_OF_PIECES[piece.setting]
         if name not in given:
@@ -114,10 +114,10 @@ def _with_kept_objects(config: Config, given: Given, recorded: RunCode) -> tuple
                     f"{piece.setting} is {now!r}, but the run was given its {name} in Python ({piece.name}): leave the "
                     f"setting as it was, {piece.written!r}, to continue with that"
                 )
-            says.append(
+            messages.append(
                 f"using the {name} that the run was given in Python: {piece.name}, kept in {shown(recorded.folder)}"
             )
-    return (recorded.with_objects(config, given) if says else config), says
+    return (recorded.with_objects(config, given) if messages else config), messages
 
 
 def _listed(differences: Sequence[object]) -> str:

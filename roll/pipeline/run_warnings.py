@@ -11,17 +11,17 @@ from roll.data.task import Task
 from roll.reward.builtin import SHAPE_REWARDS
 
 
-def remarks(config: Config, tasks: TaskSet, rules: Mapping[str, RewardRule]) -> list[str]:
+def run_warnings(config: Config, tasks: TaskSet, rules: Mapping[str, RewardRule]) -> list[str]:
     """`rules` are the config's rewards, by the setting that names them."""
     return [*_left_out(tasks), *_skipped(tasks), *_nothing_held_out(tasks), *_answers_unread(config, tasks, rules)]
 
 
 def _left_out(tasks: TaskSet) -> Iterator[str]:
     if tasks.left_out:
-        every = len(tasks.left_out) + len(tasks.train) + len(tasks.held_out)
+        total = len(tasks.left_out) + len(tasks.train) + len(tasks.held_out)
         yield (
-            f"{len(tasks.left_out)} of {every} tasks are left out, because their prompts are too long "
-            f"(tasks.too_long: drop): {_some(tasks.left_out)}"
+            f"{len(tasks.left_out)} of {total} tasks are left out, because their prompts are too long "
+            f"(tasks.too_long: drop): {_listed(tasks.left_out)}"
         )
 
 
@@ -29,7 +29,7 @@ def _skipped(tasks: TaskSet) -> Iterator[str]:
     if tasks.skipped:
         yield (
             f"{len(tasks.skipped)} rows are left out, as the option skip or the format says (docs/tasks.md): "
-            f"{_some(tasks.skipped)}"
+            f"{_listed(tasks.skipped)}"
         )
 
 
@@ -53,5 +53,5 @@ def _setting(task: Task, config: Config) -> str:
     return f"domains.{task.domain}.reward" if config.domains else "reward"
 
 
-def _some(ids: tuple[str, ...], most: int = 3) -> str:
+def _listed(ids: tuple[str, ...], most: int = 3) -> str:
     return ", ".join(map(repr, ids[:most])) + (" …" if len(ids) > most else "")

@@ -31,24 +31,24 @@ class SFT:
         config: Config,
         roles: TrainRoles,
         corpus: SFTDataset,
-        order: EpochPermutation,
+        permutation: EpochPermutation,
         recorder: Recorder,
         state: SFTState,
     ) -> None:
         self._config = config
         self._roles = roles
         self._corpus = corpus
-        self._permutation = order
+        self._permutation = permutation
         self._recorder = recorder
-        self._record = SFTMetrics(roles, order, recorder)
-        self._health = NanGuard(recorder.reporter, config.train.max_skipped_in_a_row)
+        self._metrics = SFTMetrics(roles, permutation, recorder)
+        self._nan_guard = NanGuard(recorder.reporter, config.train.max_skipped_in_a_row)
         self.state = state
 
     async def run(self) -> SFTState:
         """Trains until the last step or until a stop is requested; then evaluates and saves."""
         config, state, recorder = self._config, self.state, self._recorder
         if state.evaluated_step < 0:
-            self._record.left_out(self._corpus.skipped)
+            self._metrics.left_out(self._corpus.skipped)
             await self._evaluate()
         while state.step < self._permutation.steps and not recorder.stop_requested:
             await self._step()
@@ -68,8 +68,8 @@ class SFT:
         with self._recorder.span("train"):
             stats = await self._roles.actor.call(TrainWorker.update, batch, LOSS, state.step)
         state.step += 1
-        await self._record.step(state, batch, stats, time.monotonic() - started)
-        self._health.judge(state.step, stats)
+        await self._metrics.step(state, batch, stats, time.monotonic() - started)
+        self._nan_guard.check(state.step, stats)
 
     async def _evaluate(self) -> None:
         state = self.state
@@ -78,11 +78,11 @@ class SFT:
             return
         self._recorder.reporter.phase("evaluating held-out samples")
         with self._recorder.span("evaluate"):
-            found = await measure(self._roles, self._corpus.held_out, self._config.eval.samples)
+            evaluation = await measure(self._roles, self._corpus.held_out, self._config.eval.samples)
         state.seconds += self._recorder.lap()  # this time belongs to no step
-        state.loss = found.loss
-        state.loss_before = found.loss if state.loss_before is None else state.loss_before
-        self._record.evaluated(state.step, found)
+        state.loss = evaluation.loss
+        state.loss_before = evaluation.loss if state.loss_before is None else state.loss_before
+        self._metrics.evaluated(state.step, evaluation)
 
     async def _save(self) -> None:
         with self._recorder.span("checkpoint"):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from roll.data.batch import Batch
 from roll.model.sft_dataset import EpochPermutation, SkippedExample
 from roll.pipeline.recorder import Recorder, update_metrics
-from roll.pipeline.report import Measured
+from roll.pipeline.report import HeldOutResult
 from roll.pipeline.roles import TrainRoles
 from roll.pipeline.sft_eval import SFTEval
 from roll.pipeline.state import SFTState
@@ -19,34 +19,34 @@ PANELS = (
     Panel("loss (nats a token)", "train/loss", "training", {"eval/loss": "held out"}),
     Panel("mean probability of a held-out token", dots={"eval/token_probability": ""}),
 )
-OF_SAMPLING = ("train/rollout_", "train/is_")
+SAMPLING_METRICS = ("train/rollout_", "train/is_")
 """Metrics that compare the trainer with the sampler; in SFT the tokens were not sampled."""
 
 
 class SFTMetrics:
-    def __init__(self, roles: TrainRoles, order: EpochPermutation, recorder: Recorder) -> None:
+    def __init__(self, roles: TrainRoles, permutation: EpochPermutation, recorder: Recorder) -> None:
         self._roles = roles
-        self._permutation = order
+        self._permutation = permutation
         self._recorder = recorder
 
-    def left_out(self, some: Sequence[SkippedExample]) -> None:
+    def left_out(self, examples: Sequence[SkippedExample]) -> None:
         """Records conversations that are not trained on in the ledger."""
-        for number, left in enumerate(some):
-            self._life(f"left-out-{number}.0", left.chat, "dropped", left.reason)
+        for number, example in enumerate(examples):
+            self._record_sample(f"left-out-{number}.0", example.chat, "dropped", example.reason)
 
-    def _life(self, sample: str, chat: str, end: str, reason: str = "", **info: int) -> None:
+    def _record_sample(self, sample: str, chat: str, end: str, reason: str = "", **info: int) -> None:
         """Records a sample's two transitions: queued, then its end."""
         self._recorder.ledger.append(Transition(sample, "queued", info={"task": chat}))
         self._recorder.ledger.append(Transition(sample, end, reason, info=info))
 
-    def evaluated(self, step: int, found: SFTEval) -> None:
+    def evaluated(self, step: int, evaluation: SFTEval) -> None:
         values = {
-            "eval/loss": found.loss,
-            "eval/perplexity": found.perplexity,
-            "eval/token_probability": found.token_probability,
+            "eval/loss": evaluation.loss,
+            "eval/perplexity": evaluation.perplexity,
+            "eval/token_probability": evaluation.token_probability,
         }
-        detail = f"a token's probability {found.token_probability:.3f}"
-        self._recorder.evaluated(step, values, Measured("held-out loss", found.loss, detail))
+        detail = f"a token's probability {evaluation.token_probability:.3f}"
+        self._recorder.evaluated(step, values, HeldOutResult("held-out loss", evaluation.loss, detail))
 
     async def step(self, state: SFTState, batch: Batch, stats: UpdateStats, training_s: float) -> None:
         """Writes a finished step to disk and reports it. `state.step` already includes it."""
@@ -54,14 +54,14 @@ class SFTMetrics:
         seconds = recorder.lap()
         end = ("dropped", NOT_FINITE) if stats.skipped else ("trained", "")  # a step is one update
         for position, task in enumerate(batch["task"].tolist(), first):
-            self._life(f"{position}.0", task, *end, step=state.step)
+            self._record_sample(f"{position}.0", task, *end, step=state.step)
         learned = 0 if stats.skipped else int(batch.loss_mask.sum())
         state.seconds += seconds
         state.seconds_training += training_s
         state.trained_samples += 0 if stats.skipped else len(batch)
         state.trained_tokens += learned
         epoch = (first + len(batch)) / self._permutation.samples
-        values = {name: value for name, value in update_metrics(stats).items() if not name.startswith(OF_SAMPLING)}
+        values = {name: value for name, value in update_metrics(stats).items() if not name.startswith(SAMPLING_METRICS)}
         values |= {"train/epoch": epoch, "train/learned_tokens": learned}
         values |= {"time/step_s": seconds, "time/train_s": training_s}
         values["time/tokens_per_s"] = stats.tokens / max(training_s, 1e-9)

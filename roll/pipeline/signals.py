@@ -44,7 +44,7 @@ def signals_to(handler: Callable[[int], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         relay = _relay.get(None)
         if relay is not None and relay.thread is threading.current_thread():
-            with relay.to(handler):
+            with relay.forwarding_to(handler):
                 yield
         else:
             yield
@@ -54,8 +54,8 @@ def signals_to(handler: Callable[[int], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        for number, former in before:
-            signal.signal(number, former)
+        for number, handler_before in before:
+            signal.signal(number, handler_before)
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def outside_loop(work: Callable[[], T]) -> T:
 
     context = contextvars.copy_context()
     relay.thread = threading.Thread(target=context.run, args=(run,), name="roll", daemon=True)
-    with signals_to(relay.hand_on):
+    with signals_to(relay.forward):
         relay.thread.start()
         return done.result()
 
@@ -126,7 +126,7 @@ class _Relay:
         self._task: asyncio.Task[Any] | None = None
         self._cancelled = False
 
-    def hand_on(self, number: int) -> None:
+    def forward(self, number: int) -> None:
         if self._cancelled or (self._handler is None and self._early):
             raise Stopped(number)
         if self._handler is None:
@@ -140,7 +140,7 @@ class _Relay:
             self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 
     @contextmanager
-    def to(self, handler: Callable[[int], None]) -> Iterator[None]:
+    def forwarding_to(self, handler: Callable[[int], None]) -> Iterator[None]:
         """While the block runs, in the run's task, signals go to the handler."""
         self._task = asyncio.current_task()
         self._handler = handler

@@ -16,36 +16,38 @@ from roll.workers.rank_group import GroupWorker, meet
 W = TypeVar("W", bound=Worker)
 G = TypeVar("G", bound=GroupWorker)
 
-LEAST_SILENT_S = 20.0
+MIN_HANG_S = 20.0
 """Importing libraries and loading a model may keep a starting worker from answering for some seconds."""
 
 
 async def offload_at_start(
-    cluster: Cluster[W], hold: Callable[[W, Residency], Any], stages: ResidencyTable
+    cluster: Cluster[W], set_residency: Callable[[W, Residency], Any], stages: ResidencyTable
 ) -> Cluster[W]:
     """Offloads the workers to their lowest residency, to make space for others that start on the same devices."""
     levels = [stages.lowest(cluster.role, place.rank) for place in cluster.places]
     moves = [(rank, level) for rank, level in enumerate(levels) if level != "all"]
-    await asyncio.gather(*(cluster.call_rank(rank, hold, level) for rank, level in moves))
+    await asyncio.gather(*(cluster.call_rank(rank, set_residency, level) for rank, level in moves))
     return cluster
 
 
-async def met(
+async def join_and_offload(
     cluster: Cluster[G],
-    hold: Callable[[G, Residency], Any],
+    set_residency: Callable[[G, Residency], Any],
     stages: ResidencyTable,
     fault_tolerance: FaultToleranceConfig,
 ) -> Cluster[G]:
     """Joins the ranks of a sharded role, which then load their model, and offloads them to make space for other roles."""
-    async with watched(fault_tolerance, cluster):
-        return await offload_at_start(await meet(cluster), hold, stages)
+    async with ending_dead_workers(fault_tolerance, cluster):
+        return await offload_at_start(await meet(cluster), set_residency, stages)
 
 
 @asynccontextmanager
-async def watched(fault_tolerance: FaultToleranceConfig, *clusters: Cluster[Any] | None) -> AsyncIterator[None]:
+async def ending_dead_workers(
+    fault_tolerance: FaultToleranceConfig, *clusters: Cluster[Any] | None
+) -> AsyncIterator[None]:
     """While the block runs, a worker that dies or hangs is ended, a rank together with its group: its callers get the
     error long before the deadline of the call."""
-    supervisor = Supervisor(RestartPolicy(fault_tolerance.ping_s, max(fault_tolerance.hang_s, LEAST_SILENT_S)))
+    supervisor = Supervisor(RestartPolicy(fault_tolerance.ping_s, max(fault_tolerance.hang_s, MIN_HANG_S)))
     for cluster in clusters:
         if cluster is not None and not cluster.in_process:
             supervisor.watch(cluster, _ending(supervisor, cluster), _nothing, restart=False)

@@ -54,14 +54,14 @@ class Measurement:
         return cls(
             step,
             evaluation.reward,
-            {name: numbers(found) for name, found in evaluation.sets.items()},
+            {name: estimate_values(found) for name, found in evaluation.sets.items()},
             {name: score.reward for name, score in evaluation.domains.items()},
             evaluation.parts,
             [dataclasses.asdict(answer) for answer in evaluation.answers],
         )
 
 
-def numbers(found: SetEvaluation) -> dict[str, float | None]:
+def estimate_values(found: SetEvaluation) -> dict[str, float | None]:
     """The estimates of a set and the bounds of their intervals, under their names in metrics and summaries."""
     values: dict[str, float | None] = {}
     for name, estimate in found.estimates.items():
@@ -112,12 +112,12 @@ class RLVRState(State):
     def evaluated(self, evaluation: Evaluation) -> Evaluation:
         """Stores the evaluation and returns it. A set's mean reward is called accuracy only if every reward of the set so
         far in the run was 0 or 1."""
-        for name, found in evaluation.sets.items():
-            if not found.binary:
+        for name, set_evaluation in evaluation.sets.items():
+            if not set_evaluation.binary:
                 self.saw_other_rewards(name)
         sets = {
-            name: dataclasses.replace(found, binary=name not in self.other_rewards)
-            for name, found in evaluation.sets.items()
+            name: dataclasses.replace(set_evaluation, binary=name not in self.other_rewards)
+            for name, set_evaluation in evaluation.sets.items()
         }
         evaluation = dataclasses.replace(evaluation, sets=sets)
         self.latest = Measurement.of(self.step, evaluation)

@@ -74,7 +74,7 @@ class TrainSupervision:
             await asyncio.sleep(_CLUSTER_S)
         self.supervisor.fail(failure)
 
-    def stand_by(self) -> None:
+    def start_local(self) -> None:
         """Watches the ranks of sharded roles: under `executor: local` only they run in processes of their own."""
         for trainer in self._trainers:
             if not trainer.in_process:
@@ -97,9 +97,9 @@ class TrainSupervision:
         """The result of `work`, unless the supervisor ends the run first."""
         task = asyncio.ensure_future(work)
         try:
-            both: set[asyncio.Future[Any]] = {task, self.supervisor.failed}
+            futures: set[asyncio.Future[Any]] = {task, self.supervisor.failed}
             # waits: the run ends by itself, and has a watchdog
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 self.supervisor.failed.result()
             # waits: it is done
@@ -117,7 +117,7 @@ class TrainSupervision:
 
     def _trainer_lost(self, trainer: Cluster[Any]) -> Callable[[int, str], None]:
         def lost(rank: int, why: str) -> None:
-            self._warn(f"{why.splitlines()[0]}; the run goes back to its last checkpoint")
+            self._warn(f"{why.splitlines()[0]}; the run rolls back to its last checkpoint")
             if not trainer.is_group:  # the supervisor ends the ranks of a group itself
                 self.supervisor.spawn(trainer.end(rank))  # a hanging trainer would keep its caller waiting
 
@@ -135,34 +135,34 @@ class Supervision(TrainSupervision):
         self._publisher = publisher
         self.worker_lost: Callable[[int, str], None] = lambda worker, reason: None
         """Called when a rollout worker dies; its tokens are lost with it."""
-        self.engine_restored: Callable[[int], Awaitable[bool]] = _resident
+        self.engine_restored: Callable[[int], Awaitable[bool]] = _always_resident
         """Called when an engine was restarted; returns whether it may use its device in the current phase."""
-        self.scorer_restored: Callable[[str, int], Awaitable[None]] = _stays
+        self.scorer_restored: Callable[[str, int], Awaitable[None]] = _keeps_residency
         """Called when a worker of a role that gives rewards was restarted."""
 
     def start(self) -> None:
         super().start()
         roles, watch = self._roles, self.supervisor.watch
-        watch(roles.engines, self._engine_lost, self._engine_back, retired=self._engine_retired)
-        watch(roles.rewards, self._told, self._rewards_back, retired=self._retired("reward"))
-        watch(roles.rollouts, self._rollout_lost, self._rollout_back, retired=self._rollout_retired)
+        watch(roles.engines, self._engine_lost, self._engine_restarted, retired=self._engine_retired)
+        watch(roles.rewards, self._warn_restart, self._rewards_restarted, retired=self._retired("reward"))
+        watch(roles.rollouts, self._rollout_lost, self._rollout_restarted, retired=self._rollout_retired)
         if roles.environments is not None:
-            watch(roles.environments, self._told, self._environments_back, retired=self._retired("env"))
+            watch(roles.environments, self._warn_restart, self._environments_restarted, retired=self._retired("env"))
         if roles.scorers.reward_model is not None:
-            watch(roles.scorers.reward_model, self._told, self._reward_model_back)
+            watch(roles.scorers.reward_model, self._warn_restart, self._reward_model_restarted)
         if roles.scorers.judge is not None:
-            watch(roles.scorers.judge, self._told, self._judge_back, retired=self._retired("judge"))
+            watch(roles.scorers.judge, self._warn_restart, self._judge_restarted, retired=self._retired("judge"))
         roles.pool.engine_trouble = self._engine_trouble
         self.supervisor.spawn(self._report_loads(), endless=True)
         roles.pool.worker_trouble = lambda worker, reason: self.supervisor.mark_unhealthy("rollout", worker, reason)
 
-    def stand_by(self) -> None:
+    def start_local(self) -> None:
         """Watches sharded roles and the reward model. An engine may run in a process of its own too, but nothing restarts
         it under `executor: local`: when it dies, the run ends."""
-        super().stand_by()
+        super().start_local()
         scorer = self._roles.scorers.reward_model
         if scorer is not None and not scorer.in_process:
-            self.supervisor.watch(scorer, self._told, self._reward_model_back)
+            self.supervisor.watch(scorer, self._warn_restart, self._reward_model_restarted)
         self._roles.pool.engine_trouble = self._engine_ended
 
     def _engine_ended(self, engine: int, reason: str) -> None:
@@ -170,15 +170,15 @@ class Supervision(TrainSupervision):
             return
         self._roles.alive.discard(engine)
         self._roles.router.mark_dead(engine)
-        said = f"executor local does not restart it: continue with {option('resume')}, or write executor=ray, which does"
-        self.supervisor.fail(RunError(f"{reason.splitlines()[0]}; {said}"))
+        remedy = f"continue with {option('resume')}, or write executor=ray, which restarts it"
+        self.supervisor.fail(RunError(f"{reason.splitlines()[0]}; executor local does not restart it: {remedy}"))
 
-    def _told(self, rank: int, why: str) -> None:
-        self._warn(f"{why.splitlines()[0]}; it is started again")
+    def _warn_restart(self, rank: int, why: str) -> None:
+        self._warn(f"{why.splitlines()[0]}; it is restarted")
 
     def _retired(self, role: str) -> Callable[[int, str], None]:
         def retired(rank: int, why: str) -> None:
-            self._warn(f"{why}; the run goes on without it")
+            self._warn(f"{why}; the run continues without it")
             self._roles.retired.setdefault(role, set()).add(rank)
             self.supervisor.spawn(self._reconnect())
 
@@ -217,40 +217,40 @@ class Supervision(TrainSupervision):
             self.supervisor.mark_unhealthy(self._roles.engines.role, engine, reason)
 
     def _engine_lost(self, engine: int, why: str) -> None:
-        self._told(engine, why)
+        self._warn_restart(engine, why)
         self._roles.alive.discard(engine)
         self._roles.router.mark_dead(engine)
 
-    async def _engine_back(self, engine: int) -> None:
+    async def _engine_restarted(self, engine: int) -> None:
         roles = self._roles
-        its_turn = await self.engine_restored(engine)
-        if its_turn:
+        resident = await self.engine_restored(engine)
+        if resident:
             await self._publisher.restore(engine)
         await roles.connect()
         self.restarts += 1
         roles.alive.add(engine)
-        if its_turn:
+        if resident:
             roles.router.add_engine(engine)
 
-    async def _rewards_back(self, rank: int) -> None:
+    async def _rewards_restarted(self, rank: int) -> None:
         await self._roles.rewards.call_rank(rank, RewardWorker.start)
         await self._roles.connect()
         self.restarts += 1
 
-    async def _environments_back(self, rank: int) -> None:
+    async def _environments_restarted(self, rank: int) -> None:
         assert self._roles.environments is not None
         await self._roles.environments.call_rank(rank, EnvWorker.start)
         await self._roles.connect()
         self.restarts += 1
 
-    async def _judge_back(self, rank: int) -> None:
+    async def _judge_restarted(self, rank: int) -> None:
         assert self._roles.scorers.judge is not None
         await self._roles.scorers.judge.call_rank(rank, JudgeWorker.start)
         await self.scorer_restored("judge", rank)
         await self._roles.connect()
         self.restarts += 1
 
-    async def _reward_model_back(self, rank: int) -> None:
+    async def _reward_model_restarted(self, rank: int) -> None:
         cluster = self._roles.scorers.reward_model
         assert cluster is not None
         await meet(cluster)
@@ -261,7 +261,7 @@ class Supervision(TrainSupervision):
         self.restarts += 1
 
     def _rollout_lost(self, worker: int, why: str) -> None:
-        self._told(worker, why)
+        self._warn_restart(worker, why)
         self._drop_rollout_worker(worker)
 
     def _drop_rollout_worker(self, worker: int) -> None:
@@ -276,24 +276,24 @@ class Supervision(TrainSupervision):
         calls = (roles.engines.call_rank(rank, InferWorker.drop_clients, beginning) for rank in sorted(roles.alive))
         await asyncio.gather(*calls, return_exceptions=True)
 
-    async def _rollout_back(self, worker: int) -> None:
+    async def _rollout_restarted(self, worker: int) -> None:
         await self._roles.connect()
         self.restarts += 1
         self._roles.pool.joined(worker)
 
 
-async def _later(recorder: Recorder, supervision: TrainSupervision, config: Config) -> None:
+async def _keep_spare_after_first_step(recorder: Recorder, supervision: TrainSupervision, config: Config) -> None:
     """Starts spare processes after the first step, so that they do not delay the start of the run."""
     while not recorder.steps:  # noqa: ASYNC110
         await asyncio.sleep(1.0)
     await supervision.keep_spare_trainer(config)
 
 
-async def _resident(engine: int) -> bool:
+async def _always_resident(engine: int) -> bool:
     return True
 
 
-async def _stays(role: str, rank: int) -> None:
+async def _keeps_residency(role: str, rank: int) -> None:
     """If no roles share devices, the worker stays on its devices."""
 
 
@@ -327,12 +327,12 @@ async def _watching(
     supervision: TrainSupervision, roles: TrainRoles, config: Config, recorder: Recorder | None
 ) -> AsyncIterator[None]:
     if config.executor == "local":
-        supervision.stand_by()
+        supervision.start_local()
     else:
         supervision.start()
     tasks: list[asyncio.Task[None]] = []
     if config.fault_tolerance.spare_trainer and recorder is not None:
-        tasks.append(supervision.supervisor.spawn(_later(recorder, supervision, config)))
+        tasks.append(supervision.supervisor.spawn(_keep_spare_after_first_step(recorder, supervision, config)))
     warn = _warnings(recorder)
     watchdog = Watchdog(roles, supervision.supervisor, recorder, config.fault_tolerance.watchdog_s, warn)
     tasks.append(asyncio.create_task(watchdog.run()))

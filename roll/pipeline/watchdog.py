@@ -31,21 +31,21 @@ class Watchdog:
 
     async def run(self) -> None:
         """Checks progress periodically, for ever. Warns once per period of silence."""
-        seen, told = self._progress(), False
+        seen, warned = self._progress(), False
         quiet_s, pause_s = 0.0, min(self._silent_s / 4, 10.0)
         while True:
             await asyncio.sleep(pause_s)
             now = self._progress()
             quiet_s = quiet_s + pause_s if now == seen else 0.0
-            told, seen = told and now == seen, now
-            if quiet_s >= self._silent_s and not told:
-                told = True
-                self._warn(self.who_waits(quiet_s))
+            warned, seen = warned and now == seen, now
+            if quiet_s >= self._silent_s and not warned:
+                warned = True
+                self._warn(self.describe_waits(quiet_s))
 
     def _progress(self) -> tuple[int, ...]:
         return self._roles.moves, 0 if self._recorder is None else self._recorder.steps
 
-    def who_waits(self, quiet_s: float) -> str:
+    def describe_waits(self, quiet_s: float) -> str:
         """Lists samples by state with the one that has waited longest, unanswered calls, and unhealthy workers."""
         lines = [f"nothing has moved for {quiet_s:.0f} s. Who waits on whom:"]
         if self._recorder is not None:
@@ -57,9 +57,9 @@ class Watchdog:
         lines += [
             f"  the controller waits for {call.worker}.{call.method} since {call.since_s:.0f} s" for call in self._calls()
         ]
-        sick = [status for status in self._supervisor.status() if status.state != "well"]
+        unhealthy = [status for status in self._supervisor.status() if status.state != "well"]
         lines += [
-            f"  {s.worker} has been {s.state} for {s.since_s:.0f} s: {s.why.splitlines()[0]}" for s in sick[:_LINES]
+            f"  {s.worker} has been {s.state} for {s.since_s:.0f} s: {s.why.splitlines()[0]}" for s in unhealthy[:_LINES]
         ]
         return "\n".join(lines)
 

@@ -228,7 +228,7 @@ class Checkpoints:
             else:
                 yield path, checkpoint, None
 
-    def hollow(self) -> list[Path]:
+    def without_manifest(self) -> list[Path]:
         """Folders named like a checkpoint newer than the newest complete one, but without a manifest: it was deleted."""
         whole = _whole(self._dir)
         named = [path for path in sorted(self._dir.glob("step-*")) if _NAME.fullmatch(path.name)]

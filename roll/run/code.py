@@ -159,7 +159,7 @@ class Recording:
     sources: Mapping[str, Path]
     """Files to copy, by their path in `files/`."""
     pickles: Mapping[str, bytes]
-    remarks: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     """Warnings about what could not be kept."""
 
     @classmethod

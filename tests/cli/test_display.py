@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from roll.cli.display import LiveReporter, print_summary, short
-from roll.pipeline.report import Measured, PlainReporter, Reporter, StepReport
+from roll.pipeline.report import HeldOutResult, PlainReporter, Reporter, StepReport
 from roll.run.state_latency import StateRow, StateTable
 
 REPORT = StepReport(
@@ -38,7 +38,7 @@ def shown(*tables: StateTable, steps: int = 50) -> list[str]:
         reporter.started(Path("runs/x"), 50, 0)
         reporter.phase("generating and training")
         for step in range(steps):
-            reporter.evaluated(step, Measured("held-out accuracy", 0.5))
+            reporter.evaluated(step, HeldOutResult("held-out accuracy", 0.5))
             reporter.stepped(REPORT)
         for table in tables:
             reporter.stages(table)
@@ -98,7 +98,7 @@ def test_plain_lines_stay_one_a_step(capsys: pytest.CaptureFixture[str]) -> None
     reporter.stages(STAGES)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("step 7/50  reward 0.625  answer length 812.5 tokens")
-    reporter.evaluated(3, Measured("held-out loss", 0.25, "and more"))
+    reporter.evaluated(3, HeldOutResult("held-out loss", 0.25, "and more"))
     assert capsys.readouterr().out == "step 3: held-out loss 0.250, and more\n"
 
 

@@ -19,7 +19,7 @@ GIB = 2**30
 
 def writes_of(config: Config) -> DiskEstimate:
     pipeline = prepare(config)
-    return make_plan(pipeline.config, pipeline.job).writes
+    return make_plan(pipeline.config, pipeline.requirements).writes
 
 
 def size(path: Path) -> int:

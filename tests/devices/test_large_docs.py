@@ -14,7 +14,7 @@ from roll.config.yaml_document import parse
 from roll.data.sources import load_tasks
 from roll.devices.inventory import Inventory
 from roll.devices.plan import Plan, check_memory, make_plan
-from roll.devices.run_requirements import rlvr_job
+from roll.devices.run_requirements import rlvr_requirements
 from roll.model.tiny import character_tokenizer
 from tests.devices.test_sharded_memory import EXPERTS_235B
 
@@ -37,7 +37,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     tasks.write_text("\n".join(json.dumps({"question": question, "answer": f"#### {n}"}) for n in range(2)))
     settings = {**parse(CONFIG).data, "tasks": {"source": str(tasks), "options": {"format": "gsm8k", "held_out": 1}}}
     config = load_config({**settings, "model": {"path": str(model), "dtype": "bf16"}})
-    return make_plan(config, rlvr_job(config, load_tasks(config.tasks, None)), Inventory.of([NODE] * 32))
+    return make_plan(config, rlvr_requirements(config, load_tasks(config.tasks, None)), Inventory.of([NODE] * 32))
 
 
 def test_it_fits(plan: Plan) -> None:

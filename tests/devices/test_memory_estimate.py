@@ -40,7 +40,7 @@ from roll.devices.memory import (
 from roll.devices.memory_inputs import JudgeWork, MemoryInputs, micro_batch_of
 from roll.devices.plan import Plan, check_memory, make_plan
 from roll.devices.residency import residency
-from roll.devices.run_requirements import rlvr_job
+from roll.devices.run_requirements import rlvr_requirements
 from roll.engine.cache import SlotCache
 from roll.engine.kv_sizing import CacheShape
 from roll.engine.paged.kv_cache import BLOCK
@@ -420,7 +420,7 @@ def box(*, gpus: int = 0, gpu: float = 0, memory: float = 64, nodes: int = 1) ->
 def planned(inventory: Inventory, **settings: Any) -> Plan:
     base = {"model": {"path": "tiny", "dtype": "bf16"}, "tasks": "echo", "reward": "number"}
     config = Config.model_validate({**base, **settings})
-    return make_plan(config, rlvr_job(config, load_tasks(config.tasks, None)), inventory)
+    return make_plan(config, rlvr_requirements(config, load_tasks(config.tasks, None)), inventory)
 
 
 def parts_of(plan: Plan, pool: str, stage: Any) -> dict[tuple[str, str], int]:

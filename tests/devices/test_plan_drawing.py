@@ -13,7 +13,7 @@ from roll.data.sources import load_tasks
 from roll.devices.inventory import Inventory
 from roll.devices.plan import Plan, make_plan
 from roll.devices.render_plan import columns, human, render_plan, title
-from roll.devices.run_requirements import rlvr_job
+from roll.devices.run_requirements import rlvr_requirements
 
 GIB = 1 << 30
 
@@ -22,8 +22,8 @@ def planned(nodes: int = 1, cores: int = 8, gpus: int = 0, **settings: Any) -> P
     row = {"cores": cores, "gpus": gpus, "memory_bytes": 64 * GIB, "gpu_bytes": 80 * GIB}
     base = {"model": {"path": "tiny", "dtype": "fp32"}, "tasks": "echo", "reward": "number", "executor": "ray"}
     config = Config.model_validate({**base, **settings})
-    job = rlvr_job(config, load_tasks(config.tasks, None))
-    return make_plan(config, job, Inventory.of([{"id": "", **row}] * nodes))
+    requirements = rlvr_requirements(config, load_tasks(config.tasks, None))
+    return make_plan(config, requirements, Inventory.of([{"id": "", **row}] * nodes))
 
 
 def shown(plan: Plan, width: int = 100) -> str:

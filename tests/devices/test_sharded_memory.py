@@ -18,7 +18,7 @@ from roll.data.sources import load_tasks
 from roll.devices.inventory import Inventory
 from roll.devices.memory import MASTERS, sharded_peak
 from roll.devices.plan import Plan, check_memory, make_plan
-from roll.devices.run_requirements import rlvr_job
+from roll.devices.run_requirements import rlvr_requirements
 from roll.devices.sharded_memory import GATHERED, shard_sizes
 from roll.model.find import find_model
 from roll.model.loading import load_model_config
@@ -212,7 +212,7 @@ def planned(gpu_mib: int, roles: dict[str, Any], gpus: int = 8) -> Plan:
         }
     )
     row = {"id": "", "cores": 8, "gpus": gpus, "memory_bytes": 1 << 40, "gpu_bytes": gpu_mib << 20}
-    return make_plan(config, rlvr_job(config, load_tasks(config.tasks, None)), Inventory.of([row]))
+    return make_plan(config, rlvr_requirements(config, load_tasks(config.tasks, None)), Inventory.of([row]))
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,8 @@ def stats(skipped: int, updates: int = 1) -> UpdateStats:
 def test_a_pass_that_was_done_again_for_want_of_memory_is_said() -> None:
     reporter = Warnings()
     health = NanGuard(reporter, max_skipped_in_a_row=3)
-    health.judge(4, stats(0).with_memory(2048, 1), "critic")
-    health.judge(5, stats(0).with_memory(2048, 0), "critic")
+    health.check(4, stats(0).with_memory(2048, 1), "critic")
+    health.check(5, stats(0).with_memory(2048, 0), "critic")
     assert len(reporter.said) == 1
     assert reporter.said[0].startswith("step 4: the GPU ran out of memory: the pass was repeated with at most 2048 ")
     assert "train.micro_batch_tokens=2048" in reporter.said[0]
@@ -51,18 +51,18 @@ def test_only_steps_in_a_row_stop_a_run() -> None:
     reporter = Warnings()
     health = NanGuard(reporter, max_skipped_in_a_row=3)
     for step, skipped in enumerate([1, 1, 0, 1, 1, 0]):
-        health.judge(step, stats(skipped))
-        health.judge(step, stats(1 - skipped), "critic")
+        health.check(step, stats(skipped))
+        health.check(step, stats(1 - skipped), "critic")
     assert len(reporter.said) == 6
     assert reporter.said[0] == (
         "step 0: the update was skipped: the loss of 3.0, 3.1, 4.0 and 1 more and the gradient of model.norm.weight was "
         "not finite (actor_train)"
     )
-    health.judge(6, stats(2, updates=4))
+    health.check(6, stats(2, updates=4))
     assert "2 of 4 updates were skipped" in reporter.said[-1]
-    health.judge(7, stats(1))
+    health.check(7, stats(1))
     with pytest.raises(RunError, match=r"in 3 steps in a row .*step 8, where the loss of 3\.0, .*model\.norm\.weight"):
-        health.judge(8, stats(1))
+        health.check(8, stats(1))
 
 
 def sick(inputs):  # type: ignore[no-untyped-def]

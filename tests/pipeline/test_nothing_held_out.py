@@ -7,12 +7,12 @@ import pytest
 from roll.config import load_config
 from roll.data.sources import TaskSet
 from roll.data.task import Task
-from roll.pipeline.run_warnings import remarks
+from roll.pipeline.run_warnings import run_warnings
 
 ASKED = (Task.ask("a", "1+1=", 2),)
 
 
 @pytest.mark.parametrize(("held_out", "told"), [((), 1), ((Task.ask("b", "2+2=", 4),), 0)])
 def test_a_run_without_held_out_tasks_is_told(held_out: tuple[Task, ...], told: int) -> None:
-    said = remarks(load_config({"model": "tiny", "tasks": "echo"}), TaskSet(ASKED, held_out), {})
+    said = run_warnings(load_config({"model": "tiny", "tasks": "echo"}), TaskSet(ASKED, held_out), {})
     assert len([remark for remark in said if "no tasks are held out" in remark]) == told

@@ -16,7 +16,7 @@ import pytest
 from small_runs import SMALL, TINY, Remains
 
 from roll.config import RunError
-from roll.pipeline.output import say, tolerant_output
+from roll.pipeline.output import print_line, tolerant_output
 
 NOWHERE = {
     "the reader takes one line": "{ %s; echo $? >&3; } | head -1",
@@ -91,9 +91,9 @@ def test_a_result_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 def test_say_drops_what_nobody_reads() -> None:
     with broken() as stream:
         for _ in range(3):
-            say("x" * 100_000)
+            print_line("x" * 100_000)
         stream.close()
-        say("to a closed stream")
+        print_line("to a closed stream")
 
 
 def test_tolerant_output_drops_what_is_still_buffered() -> None:
@@ -116,5 +116,5 @@ def test_other_failures_are_errors_unless_all_are_tolerated() -> None:
 def test_output_that_is_read_arrives_whole(capfd: pytest.CaptureFixture[str]) -> None:
     with tolerant_output(), tolerant_output(every_error=True):
         print(json.dumps({"a": "é"}))
-        say("b")
+        print_line("b")
     assert capfd.readouterr().out == '{"a": "\\u00e9"}\nb\n'

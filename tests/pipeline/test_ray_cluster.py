@@ -55,6 +55,6 @@ def test_ranks_on_two_nodes_survive_a_kill_and_have_the_bits_of_ranks_on_one(
         assert child.end() == 0, child.said
     finally:
         child.kill()
-    assert re.search(r"warning: actor_train\[1\] died: .*going back to the last checkpoint", child.said)
+    assert re.search(r"warning: actor_train\[1\] died: .*rolling back to the last checkpoint", child.said)
     assert run.shards() == over_ranks.shards()
     assert len(run.shards()) == 2

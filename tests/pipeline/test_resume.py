@@ -14,7 +14,7 @@ from small_runs import SMALL, TINY, Remains
 from roll.config import Config, UserError, load_config, schema_tree
 from roll.pipeline.entrypoints import train
 from roll.pipeline.report import PlainReporter, SilentReporter
-from roll.pipeline.resume import MAY_CHANGE, MUST_STAY, changes_since, refuse_changes
+from roll.pipeline.resume import IMMUTABLE, MUTABLE, changes_since, refuse_changes
 from roll.run import RunFolder
 from roll.run.history import History
 
@@ -25,7 +25,7 @@ class Listening(SilentReporter):
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self.said.append(text)
 
 
@@ -153,7 +153,7 @@ def _keys(section: Any, above: tuple[str, ...] = ()) -> Iterator[str]:
 
 def test_the_table_names_settings_that_there_are() -> None:
     known = list(_keys(Config))
-    for name in (*MUST_STAY, *MAY_CHANGE):
+    for name in (*IMMUTABLE, *MUTABLE):
         assert any(key == name or key.startswith(name if name.endswith(".") else f"{name}.") for key in known), name
 
 

@@ -31,13 +31,13 @@ def heard() -> Iterator[None]:
 def handed_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set once the main thread has handed on a signal."""
     event = threading.Event()
-    hand_on = signals._Relay.hand_on
+    forward = signals._Relay.forward
 
     def noted(self: Any, number: int) -> None:
-        hand_on(self, number)
+        forward(self, number)
         event.set()
 
-    monkeypatch.setattr(signals._Relay, "hand_on", noted)
+    monkeypatch.setattr(signals._Relay, "forward", noted)
     return event
 
 

@@ -21,7 +21,7 @@ from roll.devices.plan import make_plan
 from roll.devices.residency import residency
 from roll.pipeline.prepare import prepare
 from roll.pipeline.report import SilentReporter
-from roll.pipeline.resume import why_kept
+from roll.pipeline.resume import why_immutable
 from roll.run import Ledger, Metrics, RunFolder
 
 WORDS = {letter: index / 100 for index, letter in enumerate("0123456789abcdefghijklmnopqrstuvwxyz")}
@@ -176,9 +176,9 @@ def test_a_model_that_cannot_give_the_reward_is_refused_before_the_run(tmp_path:
 
 
 def test_a_resumed_run_keeps_the_models_that_reward_it() -> None:
-    assert why_kept("roles.judge.devices", Config()) is None
-    assert why_kept("roles.judge.model.path", Config()) is not None
-    assert why_kept("roles.reward_model.model.dtype", Config()) is not None
+    assert why_immutable("roles.judge.devices", Config()) is None
+    assert why_immutable("roles.judge.model.path", Config()) is not None
+    assert why_immutable("roles.reward_model.model.dtype", Config()) is not None
 
 
 def gpus(roles: dict[str, Any], liking: Path) -> Config:
@@ -199,7 +199,7 @@ def test_models_that_reward_are_there_while_samples_are_made_and_leave_for_the_t
 
 def test_a_plan_shows_and_counts_both(liking: Path) -> None:
     config = load_config(both(Path("run"), liking), ["roles.judge.model.dtype=fp32"])
-    plan = make_plan(config, prepare(config).job, Inventory((Node("node0", "", 2, 0, 1 << 36, 0),)))
+    plan = make_plan(config, prepare(config).requirements, Inventory((Node("node0", "", 2, 0, 1 << 36, 0),)))
     assert dict(plan.roles)["judge"] == "native, tiny, 32 at once"
     assert dict(plan.roles)["reward_model"] == f"single, {liking}"
     (pool,) = plan.memory.pools

@@ -280,7 +280,7 @@ def test_a_trainer_that_dies_sends_the_run_back_to_its_checkpoint(tmp_path: Path
     log = (path / "logs" / "actor_train-0.log").read_text()
     os.kill(int(re.findall(r" is process (\d+) on ", log)[-1]), signal.SIGKILL)
     assert child.end() == 0, child.said
-    assert "going back to the last checkpoint" in child.said
+    assert "rolling back to the last checkpoint" in child.said
     hurt = Remains(path)
     assert hurt.weights() == calm.weights()
     assert hurt.lineage() == calm.lineage()

@@ -38,7 +38,7 @@ def test_a_run_survives_a_killed_rank_and_one_that_is_killed_while_the_group_res
         assert child.end() == 0, child.said
     finally:
         child.kill()
-    said = re.findall(r"warning: (.*): going back to the last checkpoint", child.said)
+    said = re.findall(r"warning: (.*): rolling back to the last checkpoint", child.said)
     assert said == [f"actor_train[{rank}] died: its process was killed by SIGKILL" for rank in (1, 0)]
     assert "peer" not in child.said
     assert len(over_ranks.shards()) == 2
@@ -59,7 +59,7 @@ def test_a_reward_model_over_ranks_is_restarted_and_goes_on_grading(tmp_path: Pa
         assert child.end() == 128 + signal.SIGINT, child.said
     finally:
         child.kill()
-    said = re.findall(r"warning: (.*); it is started again", child.said)
+    said = re.findall(r"warning: (.*); it is restarted", child.said)
     assert said == ["reward_model[1] died: its process was killed by SIGKILL"]
     failed = [t.reason for t in Ledger.read(RunFolder(run).ledger_path) if t.state == "failed"]
     assert not [reason for reason in failed if "unanswered" in reason]

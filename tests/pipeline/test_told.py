@@ -16,7 +16,7 @@ from roll.model.chat import ChatRenderer
 from roll.model.tiny import character_tokenizer
 from roll.pipeline.entrypoints import evaluate, train
 from roll.pipeline.prepare import check, prepare
-from roll.pipeline.prompt_filter import fitting
+from roll.pipeline.prompt_filter import filter_prompts
 from roll.pipeline.report import SilentReporter, StepReport
 
 CODE = """
@@ -143,7 +143,7 @@ def test_tasks_that_there_is_no_room_for_are_left_out_and_counted(overrides: tup
     tasks, _ = check(config, tasks=of_lengths)
     assert [task.id for task in tasks.train] == [f"train-{length}" for length in kept]
     assert [task.id for task in tasks.held_out] == [f"held_out-{length}" for length in kept]
-    (said,) = prepare(config, tasks=of_lengths).remarks
+    (said,) = prepare(config, tasks=of_lengths).warnings
     assert said.startswith(f"{2 * (4 - len(kept))} of 8 tasks are left out, because their prompts are too long")
     assert "'train-1100'" in said
 
@@ -173,7 +173,7 @@ def test_an_engine_that_was_given_less_room_than_the_model_has_limits_prompts_to
     for context, remedy in ((1024, "tasks.too_long=drop"), (2048, longer)):
         says = f"'train-1100' has 1103 tokens, but max_model_len of roles.actor_infer is 512: write {remedy}"
         with pytest.raises(UserError, match=says):
-            fitting(tasks, ChatRenderer(character_tokenizer(), ()), config, context)
+            filter_prompts(tasks, ChatRenderer(character_tokenizer(), ()), config, context)
 
 
 def test_a_long_prompt_is_found_wherever_it_stands() -> None:
@@ -212,9 +212,9 @@ SHAPE = "{parts: {form: {name: format, options: {json: true}}, right: {name: num
     ],
 )
 def test_a_reward_that_never_looks_at_the_answers_is_told_of(tmp_path: Path, reward: str, warned: bool) -> None:
-    remarks = prepare(load_config(mixed(tmp_path, digits=f"{{tasks: echo, reward: {reward}}}"))).remarks
-    told = [said for said in remarks if said.startswith("domains.digits.reward: nothing in it looks at the answers")]
-    assert len(told) == len(remarks) == warned
+    warnings = prepare(load_config(mixed(tmp_path, digits=f"{{tasks: echo, reward: {reward}}}"))).warnings
+    told = [said for said in warnings if said.startswith("domains.digits.reward: nothing in it looks at the answers")]
+    assert len(told) == len(warnings) == warned
 
 
 def test_tasks_without_answers_may_be_judged_by_shape_alone() -> None:
@@ -222,7 +222,7 @@ def test_tasks_without_answers_may_be_judged_by_shape_alone() -> None:
         return [Task.ask("1", "Write JSON.")]
 
     config = load_config(TINY, ["reward=format", "reward.options={json: true}"])
-    assert prepare(config, tasks=source).remarks == []
+    assert prepare(config, tasks=source).warnings == []
 
 
 @pytest.mark.parametrize("weights", ["{a: {name: number, weight: 0}}", "{a: {name: number, weight: 0, gate: true}}"])

@@ -41,7 +41,7 @@ def watchdog(said: list[str], silent_s: float) -> tuple[Watchdog, Any]:
 
 def test_it_names_samples_calls_engines_and_workers() -> None:
     dog, _ = watchdog([], 1.0)
-    text = dog.who_waits(300.0)
+    text = dog.describe_waits(300.0)
     lines = text.splitlines()
     assert lines[0] == "nothing has moved for 300 s. Who waits on whom:"
     assert "sample 7.1 has been generating" in lines[1]
