@@ -50,13 +50,13 @@ class DiskEstimate:
         return (self.checkpoints + 1) * self.checkpoint_bytes + sum(size for _, size in self.lasting)
 
 
-def planned_writes(config: Config, map: DeviceMap, model: ModelSize, work: MemoryInputs) -> DiskEstimate:
+def planned_writes(config: Config, map: DeviceMap, model: ModelSize, inputs: MemoryInputs) -> DiskEstimate:
     run, steps = config.run, config.train.steps
     every = run.checkpoint_every or steps
     saved = ceil(steps / every)
-    forever = steps // run.keep.checkpoints_every if run.keep.checkpoints_every else 0
-    kept = min(saved, run.keep.checkpoints + forever + run.keep.best)
-    samples = work.groups * config.train.updates_per_step * work.group_size
+    kept_forever = steps // run.keep.checkpoints_every if run.keep.checkpoints_every else 0
+    kept = min(saved, run.keep.checkpoints + kept_forever + run.keep.best)
+    samples = inputs.groups * config.train.updates_per_step * inputs.group_size
     lasting: dict[str, int] = {}
     if config.pipeline == "sft":
         lasting["ledger"] = samples * steps * CHAT_LEDGER_BYTES
@@ -64,30 +64,30 @@ def planned_writes(config: Config, map: DeviceMap, model: ModelSize, work: Memor
         issued = ceil(samples * (1 + config.rollout.max_replacements))
         lasting["ledger"] = issued * steps * LEDGER_BYTES
         if run.save_samples:
-            of = min(steps, run.keep.samples) if run.keep.samples else steps
-            lasting["samples"] = issued * of * (SAMPLE_BYTES + TOKEN_BYTES * work.longest)
+            steps_kept = min(steps, run.keep.samples) if run.keep.samples else steps
+            lasting["samples"] = issued * steps_kept * (SAMPLE_BYTES + TOKEN_BYTES * inputs.longest)
         if run.trace:
             traced = issued * steps * TRACE_BYTES
             lasting["trace"] = min(traced, run.keep.trace_mb << 20) if run.keep.trace_mb else traced
     lasting["metrics"] = steps * STEP_BYTES * (2 if run.tensorboard else 1)
     trainers = [role for role in ("actor_train", "critic") if role in map.roles]
-    checkpoint = sum(_trainer_bytes(role, model, work) for role in trainers) + FILE_BYTES
+    checkpoint = sum(_trainer_bytes(role, model, inputs) for role in trainers) + FILE_BYTES
     return DiskEstimate(checkpoint, kept, tuple(lasting.items()))
 
 
-def _trainer_bytes(role: str, model: ModelSize, work: MemoryInputs) -> int:
+def _trainer_bytes(role: str, model: ModelSize, inputs: MemoryInputs) -> int:
     """Bytes that a trainer saves: its weights (or only the adapters) and the optimizer's state. A sharded trainer saves
     master weights, which are its weights."""
     sizes, dtype = model.sizes_of(role), model.dtypes[role]
     masters = 0 if dtype == torch.float32 and role not in model.shards else 4 * sizes.trained
     weights = 0 if role in model.shards else sizes.trained * dtype.itemsize
-    return weights + masters + sizes.trained * MOMENT_BYTES[work.optimizer]
+    return weights + masters + sizes.trained * MOMENT_BYTES[inputs.optimizer]
 
 
 def free_bytes(folder: Path) -> int:
     """Free bytes on the file system of a folder, which need not exist yet."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    return shutil.disk_usage(there).free
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free
 
 
 def disk_warning(writes: DiskEstimate, folder: Path) -> str | None:

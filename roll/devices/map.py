@@ -30,7 +30,7 @@ SCORING_ROLES = ("reward_model", "judge")
 """Roles with their own models that compute rewards while samples are generated."""
 PROCESS_ROLES = ("rollout", "reward", "env")
 """Roles without a model."""
-LAST = ("reference", "reward_model", "judge")
+LAST_DEVICE_ROLES = ("reference", "reward_model", "judge")
 """Roles that `auto` puts on the last device, as far from the trainer as possible."""
 
 Layout = Literal["colocated", "disaggregated", "partly shared", "trainer only"]
@@ -44,7 +44,7 @@ class RolePlacement:
     strategy: str
     """Empty for a role without a model."""
     workers: tuple[tuple[Device, ...], ...]
-    places: tuple[WorkerPlacement, ...]
+    placements: tuple[WorkerPlacement, ...]
 
     @property
     def devices(self) -> frozenset[Device]:
@@ -57,7 +57,7 @@ class RolePlacement:
     @property
     def mesh(self) -> MeshShape | None:
         """The mesh of its ranks, if the role is sharded."""
-        return self.places[0].mesh
+        return self.placements[0].mesh
 
 
 @dataclass(frozen=True)
@@ -112,15 +112,15 @@ def make_map(config: Config, inventory: Inventory, *, roles_in_use: Collection[s
             )
     if config.deterministic:
         roles = _with_equal_threads(roles, config, inventory)
-    made = DeviceMap(inventory, config.executor, roles)
+    device_map = DeviceMap(inventory, config.executor, roles)
     native = "actor_infer" in roles and roles["actor_infer"].strategy == "native"
     shares = native and roles["actor_train"].mesh is None
-    if config.executor == "local" and shares and not made.one_copy:
+    if config.executor == "local" and shares and not device_map.one_copy:
         raise UserError(
             "roles.actor_train and roles.actor_infer are on different devices, but in one process the engine uses the "
             "trainer's own parameters: give both the same devices, or write executor=ray"
         )
-    return made
+    return device_map
 
 
 def _refuse_unused(config: Config, roles_in_use: Collection[str]) -> None:
@@ -146,24 +146,24 @@ def _refuse_unused(config: Config, roles_in_use: Collection[str]) -> None:
         raise UserError(f"roles.{role}: algorithm {algorithm} has no {role}: remove roles.{role}")
 
 
-def _place_role(role: str, wanted: RoleConfig, config: Config, inventory: Inventory) -> RolePlacement:
-    strategy = choose_strategy(role, wanted, inventory)
+def _place_role(role: str, role_config: RoleConfig, config: Config, inventory: Inventory) -> RolePlacement:
+    strategy = choose_strategy(role, role_config, inventory)
     if role in PROCESS_ROLES:
-        workers, pinned = _process_workers(role, wanted, inventory)
+        workers, pinned = _process_workers(role, role_config, inventory)
     else:
-        workers, pinned = _model_workers(role, wanted, strategy, config, inventory)
-    _check_cpus(role, wanted, workers, pinned, inventory)
+        workers, pinned = _model_workers(role, role_config, strategy, config, inventory)
+    _check_cpus(role, role_config, workers, pinned, inventory)
     mesh = None
     if strategy == "sharded":
-        mesh = mesh_of(role, wanted, len(workers), workers[0][0].kind == "gpu")
+        mesh = mesh_of(role, role_config, len(workers), workers[0][0].kind == "gpu")
     if config.executor == "local" and len(workers) > 1 and mesh is None:
-        if wanted.replicas > 1:
-            got = f"roles.{role}.replicas is {wanted.replicas}"
+        if role_config.replicas > 1:
+            given = f"roles.{role}.replicas is {role_config.replicas}"
         else:
-            got = f"roles.{role}.devices is {wanted.devices!r}, which makes {len(workers)} workers"
-        raise UserError(f"{got}, but executor local runs one worker a role: write executor=ray")
-    threads = [_threads(role, wanted, config, inventory, workers, rank, pinned) for rank in range(len(workers))]
-    places = tuple(
+            given = f"roles.{role}.devices is {role_config.devices!r}, which makes {len(workers)} workers"
+        raise UserError(f"{given}, but executor local runs one worker a role: write executor=ray")
+    threads = [_threads(role, role_config, config, inventory, workers, rank, pinned) for rank in range(len(workers))]
+    placements = tuple(
         WorkerPlacement(
             role,
             rank,
@@ -177,123 +177,127 @@ def _place_role(role: str, wanted: RoleConfig, config: Config, inventory: Invent
         )
         for rank, worker in enumerate(workers)
     )
-    return RolePlacement(role, strategy, tuple(workers), places)
+    return RolePlacement(role, strategy, tuple(workers), placements)
 
 
 Workers = list[tuple[Device, ...]]
 
 
-def _process_workers(role: str, wanted: RoleConfig, inventory: Inventory) -> tuple[Workers, bool]:
+def _process_workers(role: str, role_config: RoleConfig, inventory: Inventory) -> tuple[Workers, bool]:
     """Round robin over the nodes: all nodes, or those of the configured cores."""
-    parsed = parse_devices(wanted.devices, inventory, f"roles.{role}.devices", cores=True)
+    parsed = parse_devices(role_config.devices, inventory, f"roles.{role}.devices", cores=True)
     if isinstance(parsed, str):
         per_node = [inventory.cores_of(number) for number in range(len(inventory.nodes))]
     else:
         per_node = list(_by_node(parsed).values())
-    return [per_node[rank % len(per_node)] for rank in range(wanted.replicas or 1)], not isinstance(parsed, str)
+    return [per_node[rank % len(per_node)] for rank in range(role_config.replicas or 1)], not isinstance(parsed, str)
 
 
 def _model_workers(
-    role: str, wanted: RoleConfig, strategy: str, config: Config, inventory: Inventory
+    role: str, role_config: RoleConfig, strategy: str, config: Config, inventory: Inventory
 ) -> tuple[Workers, bool]:
     """The workers of a model role, and whether they are pinned to configured devices."""
-    own = parse_devices(wanted.devices, inventory, f"roles.{role}.devices")
-    choice = parse_devices(config.devices, inventory, "devices") if own == "auto" else own
+    own_devices = parse_devices(role_config.devices, inventory, f"roles.{role}.devices")
+    choice = parse_devices(config.devices, inventory, "devices") if own_devices == "auto" else own_devices
     if choice == "auto":
         choice = inventory.devices("gpu") or "cpu"
     if isinstance(choice, str):
-        return _free_workers(role, wanted, strategy, inventory), False
-    if own == "auto" and strategy == "sharded":
-        choice = _share_of_ranks(role, wanted, choice)
-    elif own == "auto":
-        choice = _share_of(role, choice, config.executor)
+        return _unpinned_workers(role, role_config, strategy, inventory), False
+    if own_devices == "auto" and strategy == "sharded":
+        choice = _auto_rank_devices(role, role_config, choice)
+    elif own_devices == "auto":
+        choice = _auto_devices(role, choice, config.executor)
     if choice[0].kind == "gpu":
-        return _gpu_workers(role, wanted, strategy, choice, inventory), True
-    return _core_workers(role, wanted, strategy, choice, inventory), True
+        return _gpu_workers(role, role_config, strategy, choice, inventory), True
+    return _core_workers(role, role_config, strategy, choice, inventory), True
 
 
-def _share_of_ranks(role: str, wanted: RoleConfig, devices: tuple[Device, ...]) -> tuple[Device, ...]:
+def _auto_rank_devices(role: str, role_config: RoleConfig, devices: tuple[Device, ...]) -> tuple[Device, ...]:
     """The part of all devices that `auto` gives to a sharded role: all cores, or one GPU per rank; all GPUs if `replicas`
     is not set."""
-    if devices[0].kind == "cpu" or not wanted.replicas:
+    if devices[0].kind == "cpu" or not role_config.replicas:
         return devices
-    if wanted.replicas > len(devices):
+    if role_config.replicas > len(devices):
         raise UserError(
-            f"roles.{role}.replicas is {wanted.replicas}, but there {_gpus(len(devices), 'is', 'are')} for its ranks: "
-            f"write roles.{role}.replicas={len(devices)}, or roles.{role}.devices=cpu"
+            f"roles.{role}.replicas is {role_config.replicas}, but there {_gpus(len(devices), 'is', 'are')} for its "
+            f"ranks: write roles.{role}.replicas={len(devices)}, or roles.{role}.devices=cpu"
         )
-    return devices[-wanted.replicas :] if role in LAST else devices[: wanted.replicas]
+    return devices[-role_config.replicas :] if role in LAST_DEVICE_ROLES else devices[: role_config.replicas]
 
 
-def _share_of(role: str, devices: tuple[Device, ...], executor: str) -> tuple[Device, ...]:
+def _auto_devices(role: str, devices: tuple[Device, ...], executor: str) -> tuple[Device, ...]:
     """The part of all devices that `auto` gives to a role. On GPUs: the first GPU to a trainer, the last to the roles of
     `LAST`, all to `actor_infer` (under `executor: local` the trainer's GPU). On cores: those of one node, or all to
     `actor_infer`."""
-    end = -1 if role in LAST else 0
+    end = -1 if role in LAST_DEVICE_ROLES else 0
     if devices[0].kind == "gpu":
         return devices if role == "actor_infer" and executor == "ray" else (devices[end],)
     return devices if role == "actor_infer" else list(_by_node(devices).values())[end]
 
 
-def _free_workers(role: str, wanted: RoleConfig, strategy: str, inventory: Inventory) -> Workers:
+def _unpinned_workers(role: str, role_config: RoleConfig, strategy: str, inventory: Inventory) -> Workers:
     """Workers that are not pinned to cores. A `single` worker is on the first node (or the last, see `LAST`); engines are
     placed round robin over the nodes; so are ranks, with those of one node next to each other."""
     if strategy == "single":
-        _one_worker(role, wanted)
+        _check_one_worker(role, role_config)
     nodes = len(inventory.nodes)
-    first = nodes - 1 if role in LAST else 0
-    on = [(first + rank) % nodes for rank in range(wanted.replicas or 1)]
-    return [inventory.cores_of(node) for node in (sorted(on) if strategy == "sharded" else on)]
+    first = nodes - 1 if role in LAST_DEVICE_ROLES else 0
+    nodes_of_workers = [(first + rank) % nodes for rank in range(role_config.replicas or 1)]
+    return [
+        inventory.cores_of(node) for node in (sorted(nodes_of_workers) if strategy == "sharded" else nodes_of_workers)
+    ]
 
 
-def _gpu_workers(role: str, wanted: RoleConfig, strategy: str, gpus: tuple[Device, ...], inventory: Inventory) -> Workers:
-    if strategy == "sharded" and wanted.replicas not in (0, len(gpus)):
-        instead = f", or write {_gpus(wanted.replicas)} in roles.{role}.devices"
-        if wanted.replicas < len(gpus):
-            instead = f", or write roles.{role}.devices={format_devices(gpus[: wanted.replicas], inventory)}"
+def _gpu_workers(
+    role: str, role_config: RoleConfig, strategy: str, gpus: tuple[Device, ...], inventory: Inventory
+) -> Workers:
+    if strategy == "sharded" and role_config.replicas not in (0, len(gpus)):
+        instead = f", or write {_gpus(role_config.replicas)} in roles.{role}.devices"
+        if role_config.replicas < len(gpus):
+            instead = f", or write roles.{role}.devices={format_devices(gpus[: role_config.replicas], inventory)}"
         raise UserError(
-            f"roles.{role}.replicas is {wanted.replicas}, but its {_gpus(len(gpus))} {format_devices(gpus, inventory)} "
-            f"make a rank each: remove roles.{role}.replicas{instead}"
+            f"roles.{role}.replicas is {role_config.replicas}, but its {_gpus(len(gpus))} "
+            f"{format_devices(gpus, inventory)} make a rank each: remove roles.{role}.replicas{instead}"
         )
     if strategy == "sharded":
         return [(gpu,) for gpu in gpus]
     if strategy == "single":
-        _one_worker(role, wanted)
+        _check_one_worker(role, role_config)
         if len(gpus) > 1:
             raise UserError(
-                f"roles.{role}.devices is {wanted.devices!r}, which is {len(gpus)} GPUs, but strategy single computes on "
-                f"one device: write roles.{role}.strategy=sharded, or "
+                f"roles.{role}.devices is {role_config.devices!r}, which is {len(gpus)} GPUs, but strategy single "
+                f"computes on one device: write roles.{role}.strategy=sharded, or "
                 f"roles.{role}.devices={format_devices(gpus[:1], inventory)}"
             )
         return [gpus]
-    size = wanted.parallel.tensor
-    workers = _cut(gpus, len(gpus) // size) if len(gpus) % size == 0 else None
+    size = role_config.parallel.tensor
+    workers = _split_evenly(gpus, len(gpus) // size) if len(gpus) % size == 0 else None
     if workers is None:
         raise UserError(
             f"roles.{role}.parallel.tensor is {size}, but the GPU(s) {format_devices(gpus, inventory)} do not make "
             f"workers of {size} on one node: write other roles.{role}.devices, or roles.{role}.parallel.tensor=1"
         )
-    if wanted.replicas not in (0, len(workers)):
+    if role_config.replicas not in (0, len(workers)):
         each = "one GPU" if size == 1 else f"{size} GPUs"
         raise UserError(
-            f"roles.{role}.replicas is {wanted.replicas}, but its {len(gpus)} GPU(s) make {len(workers)} worker(s) of "
-            f"{each} each: remove roles.{role}.replicas, or write {wanted.replicas * size} device(s) in "
+            f"roles.{role}.replicas is {role_config.replicas}, but its {len(gpus)} GPU(s) make {len(workers)} worker(s) "
+            f"of {each} each: remove roles.{role}.replicas, or write {role_config.replicas * size} device(s) in "
             f"roles.{role}.devices"
         )
     return workers
 
 
 def _core_workers(
-    role: str, wanted: RoleConfig, strategy: str, cores: tuple[Device, ...], inventory: Inventory
+    role: str, role_config: RoleConfig, strategy: str, cores: tuple[Device, ...], inventory: Inventory
 ) -> Workers:
     """Divides the cores evenly among the role's workers; no worker spans nodes."""
     written = format_devices(cores, inventory)
     if strategy == "single":
-        _one_worker(role, wanted)
-    replicas = wanted.replicas or 1
-    if (made := _cut(cores, replicas)) is not None:
-        return made
-    possible = either([str(count) for count in range(1, len(cores) + 1) if _cut(cores, count) is not None])
+        _check_one_worker(role, role_config)
+    replicas = role_config.replicas or 1
+    if (device_map := _split_evenly(cores, replicas)) is not None:
+        return device_map
+    possible = either([str(count) for count in range(1, len(cores) + 1) if _split_evenly(cores, count) is not None])
     if len(cores) % replicas:
         raise UserError(
             f"roles.{role}.replicas is {replicas}, but the {len(cores)} cores {written} cannot be shared evenly: "
@@ -306,7 +310,7 @@ def _core_workers(
     raise UserError(f"{where}: write roles.{role}.replicas={possible}")
 
 
-def _cut(cores: tuple[Device, ...], replicas: int) -> Workers | None:
+def _split_evenly(cores: tuple[Device, ...], replicas: int) -> Workers | None:
     """Divides the devices into equal parts in order; None if they do not divide evenly or a part would span nodes."""
     size, rest = divmod(len(cores), replicas)
     if rest or not size:
@@ -315,10 +319,10 @@ def _cut(cores: tuple[Device, ...], replicas: int) -> Workers | None:
     return parts if all(part[0].node == part[-1].node for part in parts) else None
 
 
-def _one_worker(role: str, wanted: RoleConfig) -> None:
-    if wanted.replicas > 1:
+def _check_one_worker(role: str, role_config: RoleConfig) -> None:
+    if role_config.replicas > 1:
         raise UserError(
-            f"roles.{role}.replicas is {wanted.replicas}, but strategy single has one worker: "
+            f"roles.{role}.replicas is {role_config.replicas}, but strategy single has one worker: "
             f"remove roles.{role}.replicas, or write roles.{role}.strategy=sharded"
         )
 
@@ -329,30 +333,31 @@ def _gpus(count: int, *is_are: str) -> str:
     return f"{verb}{count} GPU" + ("" if count == 1 else "s")
 
 
-def _check_cpus(role: str, wanted: RoleConfig, workers: Workers, pinned: bool, inventory: Inventory) -> None:
+def _check_cpus(role: str, role_config: RoleConfig, workers: Workers, pinned: bool, inventory: Inventory) -> None:
     for worker in workers:
         if (
-            wanted.cpus
+            role_config.cpus
             and pinned
             and role not in PROCESS_ROLES
             and worker[0].kind == "cpu"
-            and len(worker) != wanted.cpus
+            and len(worker) != role_config.cpus
         ):
             raise UserError(
-                f"roles.{role}.cpus is {wanted.cpus}, but by roles.{role}.devices={format_devices(worker, inventory)} a "
-                f"worker has {len(worker)} core(s): remove roles.{role}.cpus"
+                f"roles.{role}.cpus is {role_config.cpus}, but by "
+                f"roles.{role}.devices={format_devices(worker, inventory)} a worker has {len(worker)} core(s): remove "
+                f"roles.{role}.cpus"
             )
         have = len(worker) if worker[0].kind == "cpu" else inventory.nodes[worker[0].node].cores
-        if wanted.cpus > have:
+        if role_config.cpus > have:
             raise UserError(
-                f"roles.{role}.cpus is {wanted.cpus}, but a worker on {inventory.nodes[worker[0].node].name} has {have} "
-                f"core(s) to run on: write roles.{role}.cpus={have} or less"
+                f"roles.{role}.cpus is {role_config.cpus}, but a worker on {inventory.nodes[worker[0].node].name} has "
+                f"{have} core(s) to run on: write roles.{role}.cpus={have} or less"
             )
 
 
 def _threads(
     role: str,
-    wanted: RoleConfig,
+    role_config: RoleConfig,
     config: Config,
     inventory: Inventory,
     workers: Workers,
@@ -363,13 +368,13 @@ def _threads(
     worker = workers[rank]
     node = inventory.nodes[worker[0].node]
     if role in PROCESS_ROLES:
-        return wanted.cpus or 1
+        return role_config.cpus or 1
     if worker[0].kind == "gpu":
-        return config.threads or wanted.cpus or max(1, node.cores // node.gpus)
+        return config.threads or role_config.cpus or max(1, node.cores // node.gpus)
     if pinned:
         return min(config.threads or len(worker), len(worker))
-    if config.threads or wanted.cpus:
-        return config.threads or wanted.cpus
+    if config.threads or role_config.cpus:
+        return config.threads or role_config.cpus
     beside = Counter(other[0].node for other in workers)[worker[0].node]
     return max(1, node.cores // beside)
 
@@ -379,13 +384,20 @@ def _with_equal_threads(
 ) -> dict[str, RolePlacement]:
     """Gives all workers with a model the same number of threads in a deterministic run, whatever the layout: sums over
     threads would round differently otherwise. If ranks share the cores of a node, the number is that of one rank."""
-    ranks = [len(placed.workers) for placed in roles.values() if placed.mesh is not None and not placed.on_gpus]
+    ranks = [
+        len(role_placement.workers)
+        for role_placement in roles.values()
+        if role_placement.mesh is not None and not role_placement.on_gpus
+    ]
     threads = config.threads or max(1, inventory.nodes[0].cores // max(ranks, default=1))
     return {
-        role: replace(placed, places=tuple(replace(place, threads=threads) for place in placed.places))
-        if placed.strategy
-        else placed
-        for role, placed in roles.items()
+        role: replace(
+            role_placement,
+            placements=tuple(replace(placement, threads=threads) for placement in role_placement.placements),
+        )
+        if role_placement.strategy
+        else role_placement
+        for role, role_placement in roles.items()
     }
 
 

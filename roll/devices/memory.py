@@ -1,8 +1,8 @@
-"""Estimates how much memory a run will take, by device, stage and item, before anything starts.
+"""Estimates how much memory a run will take, by device, phase and item, before anything starts.
 
-A pool is one memory: a GPU's, or a node's. What a worker keeps between stages (weights, master weights, moments, KV
+A pool is one memory: a GPU's, or a node's. What a worker keeps between phases (weights, master weights, moments, KV
 cache) counts wherever it is resident; what it allocates while it computes (gradients, activations, logits) counts only in
-its own stage. The need of a pool is the largest sum over stages. On a CPU there is no other memory to offload to: an
+its own phase. The need of a pool is the largest sum over phases. On a CPU there is no other memory to offload to: an
 offloaded worker frees its KV cache and keeps the rest. Tensors offloaded from a GPU are in its node's memory.
 
 `roll.strategy.train.activation_memory` estimates what a forward and backward pass allocate, and
@@ -25,7 +25,7 @@ from roll.config.workers import RoleConfig
 from roll.devices.inventory import Inventory, Kind
 from roll.devices.map import DeviceMap
 from roll.devices.memory_inputs import MemoryInputs
-from roll.devices.residency import ResidencyTable, Stage
+from roll.devices.residency import Phase, ResidencyTable
 from roll.devices.sharded_memory import Peak, Purpose, Sizes, gathered_parts, shard_sizes, update_parts
 from roll.engine.cache import SlotCache
 from roll.engine.kv_sizing import CacheShape, SlotSizing, rounded
@@ -49,7 +49,7 @@ MASTERS = "master weights, fp32"
 MOMENTS = {"adamw": "optimizer moments, fp32", "adamw_8bit": "optimizer moments, 8 bits"}
 FULL = 0.9
 """The share of a pool that may be planned; the rest is for fragmentation, CUDA contexts and everything not counted."""
-DRAW_BYTES = 12
+SAMPLING_BYTES = 12
 """Bytes per logit that an engine samples from: logits, scaled logits, and probability mass."""
 PURPOSES: dict[str, Purpose] = {
     "actor_train": "policy",
@@ -58,13 +58,13 @@ PURPOSES: dict[str, Purpose] = {
     "reward_model": "scorer",
 }
 """The purpose of the model of each role that may be sharded."""
-WORKS_IN: dict[str, Stage] = {
+COMPUTE_PHASE: dict[str, Phase] = {
     "actor_train": "train",
     "reference": "reference",
     "critic": "critic",
     "reward_model": "generate",
 }
-"""The stage in which such a role computes."""
+"""The phase in which such a role computes."""
 TORCH_DEVICE: dict[Kind, str] = {"cpu": "cpu", "gpu": "cuda"}
 
 
@@ -105,7 +105,7 @@ def sharded_peak(
 
 
 def sharded_state(sizes: ShardSizes, dtype: torch.dtype, purpose: Purpose, optimizer: str) -> Sizes:
-    """What a rank keeps from stage to stage. Trained parameters are fp32 master weights. Frozen ones have the precision
+    """What a rank keeps from phase to phase. Trained parameters are fp32 master weights. Frozen ones have the precision
     that layers compute in, except in a critic, where all parameters are kept in fp32."""
     frozen = sizes.frozen * (4 if purpose == "critic" else dtype.itemsize)
     found = [
@@ -116,20 +116,20 @@ def sharded_state(sizes: ShardSizes, dtype: torch.dtype, purpose: Purpose, optim
     return [part for part in found if part[1]]
 
 
-def train_working(footprint: Footprint, work: MemoryInputs, budget: Budget) -> Sizes:
+def train_working(footprint: Footprint, inputs: MemoryInputs, budget: Budget) -> Sizes:
     """Gradients, activations and logits at the peak of an update.
 
     With several micro-batches, the gradients of all parameters exist at the same time as activations. With one, gradients
     are allocated while activations are freed, and the peak is at the end of the forward pass or of the backward pass.
     """
     model, item = footprint.model, footprint.dtype.itemsize
-    sizes = [_activations(footprint, size, budget.checkpointed) for size in work.micro_batches(budget.rows)]
-    kept, beside = max(sizes, key=sum)
-    several = work.several(budget.rows)
+    sizes = [_activations(footprint, size, budget.checkpointed) for size in inputs.micro_batches(budget.rows)]
+    kept, transient = max(sizes, key=sum)
+    several = inputs.has_several_micro_batches(budget.rows)
     gradients = 4 * model.trained
     last = item * 2 * model.trained_output + (4 * model.trained_output if item < 4 and several else 0)
-    if gradients * several + kept + beside >= gradients + last:
-        found = [("activations of a micro-batch", kept), ("logits and one layer's gradients", beside)]
+    if gradients * several + kept + transient >= gradients + last:
+        found = [("activations of a micro-batch", kept), ("logits and one layer's gradients", transient)]
         return [("gradients, fp32", gradients), *found] if several else found
     return [("gradients, fp32", gradients), ("the output layer's gradient", last)]
 
@@ -142,13 +142,13 @@ def _activations(footprint: Footprint, size: PackedSize, checkpointed: bool) -> 
     predicting = footprint.ends_bytes(size) + footprint.logits_bytes(logits) + output_gradient * chunks
     layer = footprint.layer_bytes(size) if checkpointed else 0
     working = max(footprint.working_bytes(size), footprint.dispatching_bytes(size))
-    going_back = layer + working + output_gradient
-    return footprint.kept_bytes(size, checkpointed=checkpointed), max(predicting, going_back)
+    backward = layer + working + output_gradient
+    return footprint.kept_bytes(size, checkpointed=checkpointed), max(predicting, backward)
 
 
-def forward_working(footprint: Footprint, work: MemoryInputs, budget: Budget) -> Sizes:
+def forward_working(footprint: Footprint, inputs: MemoryInputs, budget: Budget) -> Sizes:
     """Working memory of a pass without gradients over a micro-batch."""
-    return [("a forward pass", max(_forward_bytes(footprint, size) for size in work.micro_batches(budget.rows)))]
+    return [("a forward pass", max(_forward_bytes(footprint, size) for size in inputs.micro_batches(budget.rows)))]
 
 
 def _forward_bytes(footprint: Footprint, size: PackedSize) -> int:
@@ -159,21 +159,21 @@ def _forward_bytes(footprint: Footprint, size: PackedSize) -> int:
 
 
 def sharded_working(
-    sizes: ShardSizes, footprint: Footprint, work: MemoryInputs, budget: Budget, purpose: Purpose
+    sizes: ShardSizes, footprint: Footprint, inputs: MemoryInputs, budget: Budget, purpose: Purpose
 ) -> Sizes:
     """Working memory of a rank, for its part of the samples."""
     if purpose in ("frozen", "scorer"):
-        return [*gathered_parts(sizes, footprint), *forward_working(footprint, work, budget)]
+        return [*gathered_parts(sizes, footprint), *forward_working(footprint, inputs, budget)]
     found = [
         update_parts(
             sizes,
             footprint,
             size,
             checkpointed=budget.checkpointed,
-            several=work.several(budget.rows),
+            several=inputs.has_several_micro_batches(budget.rows),
             predicts=purpose == "policy",
         )
-        for size in work.micro_batches(budget.rows)
+        for size in inputs.micro_batches(budget.rows)
     ]
     return max(found, key=lambda parts: sum(size for _, size in parts))
 
@@ -181,7 +181,7 @@ def sharded_working(
 def cache_bytes(
     shape: PretrainedConfig,
     dtype: torch.dtype,
-    work: MemoryInputs,
+    inputs: MemoryInputs,
     paged: bool = False,
     recorded: RouteShape | None = None,
 ) -> int:
@@ -189,27 +189,27 @@ def cache_bytes(
     one layer of a slot cache, or all of a paged one. If `kv_tokens` is set, a paged cache takes exactly that. `recorded`
     adds the routes."""
     cache, context = SlotCache(shape, dtype, torch.device("cpu"), recorded), longest_sequence(shape)
-    if paged and work.kv_tokens:
-        return work.kv_tokens * cache.bytes_per_token
+    if paged and inputs.kv_tokens:
+        return inputs.kv_tokens * cache.bytes_per_token
     if paged:
-        sizes = {roomy(prompt + work.response, context) for prompt in (work.shortest_prompt, work.longest_prompt)}
-        return work.running * sum(sizes) * cache.bytes_per_token
-    sizing = SlotSizing(work.running, context, len(cache.layers))
-    largest = sizing.shape(work.longest, work.running, work.kv_tokens or sys.maxsize)
-    outgrown = rounded(work.shortest_prompt + work.response) < largest.positions
-    smaller = CacheShape(largest.slots, largest.positions // 2) if outgrown else CacheShape()
+        sizes = {roomy(prompt + inputs.response, context) for prompt in (inputs.shortest_prompt, inputs.longest_prompt)}
+        return inputs.running * sum(sizes) * cache.bytes_per_token
+    sizing = SlotSizing(inputs.running, context, len(cache.layers))
+    largest = sizing.shape(inputs.longest, inputs.running, inputs.kv_tokens or sys.maxsize)
+    grows = rounded(inputs.shortest_prompt + inputs.response) < largest.positions
+    smaller = CacheShape(largest.slots, largest.positions // 2) if grows else CacheShape()
     return sizing.peak(smaller, largest) * cache.bytes_per_token
 
 
-def engine_working(footprint: Footprint, work: MemoryInputs) -> Sizes:
+def engine_working(footprint: Footprint, inputs: MemoryInputs) -> Sizes:
     """Working memory of an engine's step: the rows of its largest pass, their mask, and the logits it samples from."""
     model, item = footprint.model, footprint.dtype.itemsize
-    rows = EXACT_ROWS if work.exact else max(PROMPT_ROWS, work.running + PROMPT_ROWS // 4)
-    passed = Spans(1, min(rows, work.longest), work.longest)
-    mask = passed.pairs * model.heads // model.kv_heads * (item + 1)
-    drawn = (EXACT_ROWS if work.exact else work.running) * model.vocab
-    layer = footprint.working_bytes(PackedSize(rows, 0, (passed,))) + mask
-    return [("an engine's step", max(layer, DRAW_BYTES * drawn))]
+    rows = EXACT_ROWS if inputs.exact else max(PROMPT_ROWS, inputs.running + PROMPT_ROWS // 4)
+    span = Spans(1, min(rows, inputs.longest), inputs.longest)
+    mask = span.pairs * model.heads // model.kv_heads * (item + 1)
+    sampled_logits = (EXACT_ROWS if inputs.exact else inputs.running) * model.vocab
+    layer = footprint.working_bytes(PackedSize(rows, 0, (span,))) + mask
+    return [("an engine's step", max(layer, SAMPLING_BYTES * sampled_logits))]
 
 
 @dataclass(frozen=True)
@@ -240,9 +240,9 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The items in every pool in every stage."""
+    """The items in every pool in every phase."""
 
-    parts: Mapping[tuple[DeviceMemory, Stage], tuple[MemoryItem, ...]]
+    parts: Mapping[tuple[DeviceMemory, Phase], tuple[MemoryItem, ...]]
     budgets: Mapping[str, Budget]
     """How trainers split their batches into micro-batches, by worker."""
 
@@ -250,13 +250,13 @@ class MemoryEstimate:
     def pools(self) -> tuple[DeviceMemory, ...]:
         return tuple(dict.fromkeys(pool for pool, _ in self.parts))
 
-    def bytes(self, pool: DeviceMemory, stage: Stage) -> int:
-        return sum(part.bytes for part in self.parts[pool, stage])
+    def bytes(self, pool: DeviceMemory, phase: Phase) -> int:
+        return sum(part.bytes for part in self.parts[pool, phase])
 
-    def peak(self, pool: DeviceMemory) -> tuple[Stage, int]:
-        """The stage in which a pool is fullest, and its bytes."""
-        stages = [stage for other, stage in self.parts if other == pool]
-        fullest = max(stages, key=lambda stage: self.bytes(pool, stage))
+    def peak(self, pool: DeviceMemory) -> tuple[Phase, int]:
+        """The phase in which a pool is fullest, and its bytes."""
+        phases = [phase for other, phase in self.parts if other == pool]
+        fullest = max(phases, key=lambda phase: self.bytes(pool, phase))
         return fullest, self.bytes(pool, fullest)
 
     def too_full(self) -> tuple[DeviceMemory, ...]:
@@ -272,19 +272,19 @@ class ModelSize:
     sizes: ModelShape
     dtypes: Mapping[str, torch.dtype]
     """By role."""
-    own: Mapping[str, tuple[PretrainedConfig, ModelShape]] = field(default_factory=dict)
+    other_models: Mapping[str, tuple[PretrainedConfig, ModelShape]] = field(default_factory=dict)
     """Models of roles that do not use the actor's, by role."""
     shards: Mapping[str, ShardSizes] = field(default_factory=dict)
     """What a rank holds of each sharded role's model."""
 
     def sizes_of(self, role: str) -> ModelShape:
         """The shape of the role's model. Only the trainer has adapters."""
-        if role in self.own:
-            return self.own[role][1]
+        if role in self.other_models:
+            return self.other_models[role][1]
         return self.sizes if role == "actor_train" else replace(self.sizes, adapters=0)
 
     def shape_of(self, role: str) -> PretrainedConfig:
-        return self.own[role][0] if role in self.own else self.shape
+        return self.other_models[role][0] if role in self.other_models else self.shape
 
 
 @dataclass(frozen=True)
@@ -305,35 +305,38 @@ class _Worker:
     """The mesh of its role, if this is one of the role's ranks."""
 
 
-def estimate(map: DeviceMap, table: ResidencyTable, model: ModelSize, work: MemoryInputs) -> MemoryEstimate:
+def estimate(map: DeviceMap, table: ResidencyTable, model: ModelSize, inputs: MemoryInputs) -> MemoryEstimate:
     """The memory of a mapped run whose workers have the residency of the table."""
     hosts = {number: host(map.inventory, number) for number in range(len(map.inventory.nodes))}
     workers = _workers(map, hosts)
     pools = dict.fromkeys([*hosts.values(), *(worker.pool for worker in workers)])
-    found: dict[tuple[DeviceMemory, Stage], list[MemoryItem]] = {}
+    found: dict[tuple[DeviceMemory, Phase], list[MemoryItem]] = {}
     budgets: dict[str, Budget] = {}
-    for stage in table.stages:
-        found.update({(pool, stage): [] for pool in pools})
-        found[hosts[0], stage].append(MemoryItem("controller", RUNTIME, RUNTIME_BYTES))
-        for placement in map.roles.values():
-            if map.executor == "ray" or placement.mesh is not None:
-                for devices, place in zip(placement.workers, placement.places, strict=True):
-                    found[hosts[devices[0].node], stage].append(MemoryItem(place.name, RUNTIME, RUNTIME_BYTES))
+    for phase in table.phases:
+        found.update({(pool, phase): [] for pool in pools})
+        found[hosts[0], phase].append(MemoryItem("controller", RUNTIME, RUNTIME_BYTES))
+        for role_placement in map.roles.values():
+            if map.executor == "ray" or role_placement.mesh is not None:
+                for devices, placement in zip(role_placement.workers, role_placement.placements, strict=True):
+                    found[hosts[devices[0].node], phase].append(MemoryItem(placement.name, RUNTIME, RUNTIME_BYTES))
         for worker in workers:
-            level = table.level(stage, worker.role, worker.rank)
-            here, away = _resident(map, worker, level, model, work)
-            found[worker.pool, stage].extend(MemoryItem(worker.name, *size) for size in here)
-            found[worker.host_memory, stage].extend(
-                MemoryItem(worker.name, *size) for size in (*away, *_beside(worker, model))
+            level = table.level(phase, worker.role, worker.rank)
+            device_items, offloaded_items = _resident(map, worker, level, model, inputs)
+            found[worker.pool, phase].extend(MemoryItem(worker.name, *size) for size in device_items)
+            found[worker.host_memory, phase].extend(
+                MemoryItem(worker.name, *size) for size in (*offloaded_items, *_host_items(worker, model))
             )
-        resident = {pool: tuple(found[pool, stage]) for pool in pools}
+        resident = {pool: tuple(found[pool, phase]) for pool in pools}
         for worker in workers:
-            sizes, budget = _working(worker, stage, model, work, resident[worker.pool])
-            found[worker.pool, stage].extend(MemoryItem(worker.name, *size) for size in sizes)
+            sizes, budget = _working(worker, phase, model, inputs, resident[worker.pool])
+            found[worker.pool, phase].extend(MemoryItem(worker.name, *size) for size in sizes)
             if budget is not None:
                 budgets[worker.name] = budget
-    used = {node for node in hosts if any(found[hosts[node], stage] for stage in table.stages)}
-    names = ["controller", *(place.name for placement in map.roles.values() for place in placement.places)]
+    used = {node for node in hosts if any(found[hosts[node], phase] for phase in table.phases)}
+    names = [
+        "controller",
+        *(placement.name for role_placement in map.roles.values() for placement in role_placement.placements),
+    ]
     order = {name: number for number, name in enumerate(names)}
     parts = {
         key: tuple(sorted(parts, key=lambda part: order[part.worker]))
@@ -345,24 +348,24 @@ def estimate(map: DeviceMap, table: ResidencyTable, model: ModelSize, work: Memo
 
 def _workers(map: DeviceMap, hosts: Mapping[int, DeviceMemory]) -> list[_Worker]:
     workers = []
-    for placement in map.roles.values():
-        for devices, place in zip(placement.workers, placement.places, strict=True):
-            if not placement.strategy:
+    for role_placement in map.roles.values():
+        for devices, placement in zip(role_placement.workers, role_placement.placements, strict=True):
+            if not role_placement.strategy:
                 continue
-            for device in devices if placement.on_gpus else devices[:1]:
-                home = hosts[device.node]
-                pool = gpu(map.inventory, device.node, device.index) if device.kind == "gpu" else home
-                together = len(devices) if placement.on_gpus else 1
+            for device in devices if role_placement.on_gpus else devices[:1]:
+                host_memory = hosts[device.node]
+                pool = gpu(map.inventory, device.node, device.index) if device.kind == "gpu" else host_memory
+                together = len(devices) if role_placement.on_gpus else 1
                 worker = _Worker(
-                    place.role,
-                    place.name,
-                    place.rank,
+                    placement.role,
+                    placement.name,
+                    placement.rank,
                     device.kind,
                     pool,
-                    home,
-                    placement.strategy,
+                    host_memory,
+                    role_placement.strategy,
                     together,
-                    placement.mesh,
+                    role_placement.mesh,
                 )
                 workers.append(worker)
     return workers
@@ -378,27 +381,27 @@ def gpu(inventory: Inventory, node: int, index: int) -> DeviceMemory:
     return DeviceMemory(node, index, name, inventory.nodes[node].gpu_bytes)
 
 
-def _pool_order(item: tuple[tuple[DeviceMemory, Stage], object]) -> tuple[bool, int, int]:
-    """GPUs first, then the memories of nodes; stages stay in order."""
+def _pool_order(item: tuple[tuple[DeviceMemory, Phase], object]) -> tuple[bool, int, int]:
+    """GPUs first, then the memories of nodes; phases stay in order."""
     pool = item[0][0]
     return pool.gpu is None, pool.node, pool.gpu or 0
 
 
 def _resident(
-    map: DeviceMap, worker: _Worker, level: Residency, model: ModelSize, work: MemoryInputs
+    map: DeviceMap, worker: _Worker, level: Residency, model: ModelSize, inputs: MemoryInputs
 ) -> tuple[Sizes, Sizes]:
-    """What a worker keeps on its device in a stage, and what it has offloaded to its node's memory."""
-    kept = [(what, size // worker.devices) for what, size in _kept(map, worker, model, work)]
+    """What a worker keeps on its device in a phase, and what it has offloaded to its node's memory."""
+    items = [(what, size // worker.devices) for what, size in _resident_items(map, worker, model, inputs)]
     weights = ("weights", MASTERS) if worker.role in model.shards else ("weights",)
-    on_device = {"none": (), "weights": weights, "all": tuple(what for what, _ in kept)}[level]
-    here = [size for size in kept if size[0] in on_device]
-    away = [size for size in kept if size[0] not in on_device and size[0] != CACHE]
+    on_device = {"none": (), "weights": weights, "all": tuple(what for what, _ in items)}[level]
+    device_items = [size for size in items if size[0] in on_device]
+    offloaded_items = [size for size in items if size[0] not in on_device and size[0] != CACHE]
     if worker.kind == "cpu":
-        here, away = [*here, *away], []
-    return here, [(f"{what}, offloaded", n) for what, n in away]
+        device_items, offloaded_items = [*device_items, *offloaded_items], []
+    return device_items, [(f"{what}, offloaded", n) for what, n in offloaded_items]
 
 
-def _beside(worker: _Worker, model: ModelSize) -> Sizes:
+def _host_items(worker: _Worker, model: ModelSize) -> Sizes:
     """What vLLM takes of its node's memory: its processes, and the weights that it reads from there."""
     if worker.strategy != "vllm":
         return []
@@ -406,92 +409,92 @@ def _beside(worker: _Worker, model: ModelSize) -> Sizes:
     return [("vLLM's processes", RUNTIME_BYTES), ("weights on their way to vLLM", weights // worker.devices)]
 
 
-def _vllm_cache(role: str, shape: PretrainedConfig, dtype: torch.dtype, work: MemoryInputs) -> int:
+def _vllm_cache(role: str, shape: PretrainedConfig, dtype: torch.dtype, inputs: MemoryInputs) -> int:
     """The KV cache on all devices of the worker together."""
-    written = work.engines.get(role, RoleConfig())
+    written = inputs.engines.get(role, RoleConfig())
     context, together = written.context_within(longest_sequence(shape)), written.parallel.tensor
-    planned = vllm_cache(shape, dtype.itemsize, context, work.running, work.response, together)
+    planned = vllm_cache(shape, dtype.itemsize, context, inputs.running, inputs.response, together)
     return together * int(written.engine_args.get("kv_cache_memory_bytes", planned))
 
 
-def _kept(map: DeviceMap, worker: _Worker, model: ModelSize, work: MemoryInputs) -> Sizes:
-    """What a worker keeps from stage to stage."""
+def _resident_items(map: DeviceMap, worker: _Worker, model: ModelSize, inputs: MemoryInputs) -> Sizes:
+    """What a worker keeps from phase to phase."""
     role = worker.role
     dtype, sizes = model.dtypes[role], model.sizes_of(role)
     if role in model.shards:
-        return sharded_state(model.shards[role], dtype, PURPOSES[role], work.optimizer)
+        return sharded_state(model.shards[role], dtype, PURPOSES[role], inputs.optimizer)
     weights = ("weights", (sizes.parameters + sizes.adapters) * dtype.itemsize)
     if role in ("actor_train", "critic"):
         masters = [] if dtype == torch.float32 else [(MASTERS, sizes.trained * 4)]
-        return [weights, *masters, (MOMENTS[work.optimizer], sizes.trained * MOMENT_BYTES[work.optimizer])]
+        return [weights, *masters, (MOMENTS[inputs.optimizer], sizes.trained * MOMENT_BYTES[inputs.optimizer])]
     if role in ("actor_infer", "judge"):
         weights = ("weights", 0) if map.one_copy and role == "actor_infer" else weights
-        shape, work = model.shape_of(role), work.of_role(role)
+        shape, inputs = model.shape_of(role), inputs.of_role(role)
         if worker.strategy == "vllm":
-            return [weights, (CACHE, _vllm_cache(role, shape, dtype, work))]
-        paged = worker.kind == "gpu" and not work.exact
-        recorded = RouteShape(sizes.chosen, sizes.experts) if work.router_replay and sizes.experts else None
-        return [weights, (CACHE, cache_bytes(shape, dtype, work, paged, recorded))]
+            return [weights, (CACHE, _vllm_cache(role, shape, dtype, inputs))]
+        paged = worker.kind == "gpu" and not inputs.exact
+        recorded = RouteShape(sizes.chosen, sizes.experts) if inputs.router_replay and sizes.experts else None
+        return [weights, (CACHE, cache_bytes(shape, dtype, inputs, paged, recorded))]
     return [weights]
 
 
 def _working(
-    worker: _Worker, stage: Stage, model: ModelSize, work: MemoryInputs, resident: tuple[MemoryItem, ...]
+    worker: _Worker, phase: Phase, model: ModelSize, inputs: MemoryInputs, resident: tuple[MemoryItem, ...]
 ) -> tuple[Sizes, Budget | None]:
-    """The working memory of a worker in its own stage, in addition to what is resident, and how a trainer splits its
+    """The working memory of a worker in its own phase, in addition to what is resident, and how a trainer splits its
     batch."""
     role, dtype, sizes = worker.role, model.dtypes[worker.role], model.sizes_of(worker.role)
     device = TORCH_DEVICE[worker.kind]
     tensor = 1 if worker.mesh is None else worker.mesh.tensor
-    compiled = compiles(work.compile, device, dtype, adapted=bool(sizes.adapters), tensor=tensor)
+    compiled = compiles(inputs.compile, device, dtype, adapted=bool(sizes.adapters), tensor=tensor)
     footprint = Footprint(sizes if worker.mesh is None else of_rank(sizes, worker.mesh), dtype, device, compiled)
     if role in model.shards:
-        return _rank_working(worker, stage, model.shards[role], footprint, work, resident)
-    if (role, stage) in (("actor_train", "train"), ("critic", "critic")):
-        budget = work.budget(footprint, _spare(worker, resident, footprint, work, sizes.trained))
-        return train_working(footprint, work, budget), budget
-    if (role, stage) == ("reference", "reference"):
-        budget = work.budget(footprint, _spare(worker, resident, footprint, work, 0))
-        return forward_working(footprint, work, budget), budget
-    if role in ("actor_infer", "judge") and stage == "generate":
-        return engine_working(footprint, work.of_role(role)), None
-    if (role, stage) == ("reward_model", "generate"):
-        work = work.of_role(role)
-        budget = work.budget(footprint, _spare(worker, resident, footprint, work, 0))
-        return forward_working(footprint, work, budget), None
-    if stage == "publish" and role in ("actor_train", "actor_infer") and work.bucket_bytes:
-        return [("weights in transit", 2 * min(work.bucket_bytes, sizes.parameters * dtype.itemsize))], None
+        return _rank_working(worker, phase, model.shards[role], footprint, inputs, resident)
+    if (role, phase) in (("actor_train", "train"), ("critic", "critic")):
+        budget = inputs.budget(footprint, _free_bytes(worker, resident, footprint, inputs, sizes.trained))
+        return train_working(footprint, inputs, budget), budget
+    if (role, phase) == ("reference", "reference"):
+        budget = inputs.budget(footprint, _free_bytes(worker, resident, footprint, inputs, 0))
+        return forward_working(footprint, inputs, budget), budget
+    if role in ("actor_infer", "judge") and phase == "generate":
+        return engine_working(footprint, inputs.of_role(role)), None
+    if (role, phase) == ("reward_model", "generate"):
+        inputs = inputs.of_role(role)
+        budget = inputs.budget(footprint, _free_bytes(worker, resident, footprint, inputs, 0))
+        return forward_working(footprint, inputs, budget), None
+    if phase == "publish" and role in ("actor_train", "actor_infer") and inputs.bucket_bytes:
+        return [("weights in transit", 2 * min(inputs.bucket_bytes, sizes.parameters * dtype.itemsize))], None
     return [], None
 
 
 def _rank_working(
     worker: _Worker,
-    stage: Stage,
+    phase: Phase,
     sizes: ShardSizes,
     footprint: Footprint,
-    work: MemoryInputs,
+    inputs: MemoryInputs,
     resident: tuple[MemoryItem, ...],
 ) -> tuple[Sizes, Budget | None]:
     """As `_working`, for a rank, which gets its data-parallel share of the groups."""
     role = worker.role
-    if (role, stage) == ("actor_train", "publish"):  # the forward pass of the probe gathers parameters
-        transit = 2 * min(work.bucket_bytes, footprint.model.parameters * footprint.dtype.itemsize)
+    if (role, phase) == ("actor_train", "publish"):  # the forward pass of the probe gathers parameters
+        transit = 2 * min(inputs.bucket_bytes, footprint.model.parameters * footprint.dtype.itemsize)
         return [*gathered_parts(sizes, footprint), ("weights in transit", transit)], None
-    if stage != WORKS_IN[role]:
+    if phase != COMPUTE_PHASE[role]:
         return [], None
-    work = work.of_role(role)
+    inputs = inputs.of_role(role)
     assert worker.mesh is not None
-    work = replace(work, groups=ceil(work.groups / worker.mesh.data))
+    inputs = replace(inputs, groups=ceil(inputs.groups / worker.mesh.data))
     transient = sizes.gathered_bytes(footprint.dtype.itemsize) + sizes.reducing_bytes(footprint.dtype.itemsize)
-    budget = work.budget(footprint, _spare(worker, resident, footprint, work, sizes.trained, transient))
-    return sharded_working(sizes, footprint, work, budget, PURPOSES[role]), budget
+    budget = inputs.budget(footprint, _free_bytes(worker, resident, footprint, inputs, sizes.trained, transient))
+    return sharded_working(sizes, footprint, inputs, budget, PURPOSES[role]), budget
 
 
-def _spare(
+def _free_bytes(
     worker: _Worker,
     resident: tuple[MemoryItem, ...],
     footprint: Footprint,
-    work: MemoryInputs,
+    inputs: MemoryInputs,
     trained: int,
     transient_bytes: int = 0,
 ) -> int | None:
@@ -500,8 +503,10 @@ def _spare(
         return None
     if not worker.pool.capacity:
         return sys.maxsize
-    there = sum(part.bytes for part in resident if (part.worker, part.what) != (worker.name, MOMENTS[work.optimizer]))
-    return activation_budget(footprint, worker.pool.capacity - there, trained, work.optimizer, transient_bytes)
+    resident_bytes = sum(
+        part.bytes for part in resident if (part.worker, part.what) != (worker.name, MOMENTS[inputs.optimizer])
+    )
+    return activation_budget(footprint, worker.pool.capacity - resident_bytes, trained, inputs.optimizer, transient_bytes)
 
 
 def largest(parts: Iterable[MemoryItem]) -> MemoryItem:

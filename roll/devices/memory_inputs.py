@@ -22,11 +22,11 @@ def micro_batch_of(limit: int, prompt: int, response: int, group_size: int, grou
     """The fullest micro-batch of at most `limit` packed tokens if every prompt and response has these lengths: whole
     groups first, then a part of one. The first sample of a group brings its prompt, the others only their responses."""
     full = min(limit // (prompt + group_size * response), groups)
-    left = limit - full * (prompt + group_size * response)
+    remaining = limit - full * (prompt + group_size * response)
     openers, siblings = full, full * (group_size - 1)
-    if full < groups and (left >= prompt + response or not full):  # one sample is planned for even if it is too long
+    if full < groups and (remaining >= prompt + response or not full):  # one sample is planned for even if it is too long
         openers += 1
-        siblings += min(max(left - prompt - response, 0) // response, group_size - 1)
+        siblings += min(max(remaining - prompt - response, 0) // response, group_size - 1)
     path = prompt + response
     spans = [Spans(openers, path, path), Spans(siblings, response, path)]
     rows = openers * path + siblings * response
@@ -82,7 +82,7 @@ class MemoryInputs:
     """Limit on the tokens of an engine's KV cache; 0 for what its sequences need."""
     router_replay: bool = False
     """Whether engines record MoE routes."""
-    evaluated: int = 0
+    evaluation_response: int = 0
     """Longest response in an evaluation; it matters if it is longer than in training."""
     engines: Mapping[str, RoleConfig] = field(default_factory=dict)
     """The configuration of the roles that have engines."""
@@ -105,7 +105,7 @@ class MemoryInputs:
             judging=JudgeWork.of(config),
             kv_tokens=config.rollout.kv_cache_tokens,
             router_replay=config.rollout.router_replay,
-            evaluated=config.longest_evaluated,
+            evaluation_response=config.longest_evaluated,
             engines={"actor_infer": config.roles.actor_infer, "judge": config.roles.judge},
         )
 
@@ -130,16 +130,16 @@ class MemoryInputs:
     def of_role(self, role: str) -> MemoryInputs:
         """The sizes of one role's work: engines also generate evaluation responses; a judge reads whole attempts and
         replies to them."""
-        if role == "actor_infer" and self.evaluated > self.response:
-            return replace(self, response=self.evaluated)
+        if role == "actor_infer" and self.evaluation_response > self.response:
+            return replace(self, response=self.evaluation_response)
         if role == "reward_model":  # conversations share no prefixes
             return replace(self, group_size=1, groups=self.groups * self.group_size, limit_rows=0)
         if role != "judge" or self.judging is None:
             return self
         judging = self.judging
-        shown = self.longest_prompt + max(self.response, self.evaluated) + judging.rubric
+        longest = self.longest_prompt + max(self.response, self.evaluation_response) + judging.rubric
         shortest = self.shortest_prompt + judging.rubric
-        sizes = replace(self, shortest_prompt=shortest, longest_prompt=shown, response=judging.reply)
+        sizes = replace(self, shortest_prompt=shortest, longest_prompt=longest, response=judging.reply)
         return replace(sizes, running=judging.running, kv_tokens=0, router_replay=False)
 
     @property
@@ -156,9 +156,9 @@ class MemoryInputs:
         the longest length that leaves no packed token unused. Long responses need more memory for attention, many short
         ones more for keys. If an update has several micro-batches, they are about equally large."""
         lengths = {max(self.response >> halvings, 1) for halvings in range(self.response.bit_length())}
-        room = limit_rows - self.longest_prompt
-        if room > 0:
-            lengths.add(max(room // ceil(room / self.response), 1))
+        budget = limit_rows - self.longest_prompt
+        if budget > 0:
+            lengths.add(max(budget // ceil(budget / self.response), 1))
         return [self._micro_batch(limit_rows, length) for length in sorted(lengths, reverse=True)]
 
     def _micro_batch(self, limit_rows: int, response: int) -> PackedSize:
@@ -166,6 +166,6 @@ class MemoryInputs:
         even = ceil(rows / ceil(rows / limit_rows)) + self.longest_prompt + response
         return micro_batch_of(min(limit_rows, even), self.longest_prompt, response, self.group_size, self.groups)
 
-    def several(self, limit_rows: int) -> bool:
+    def has_several_micro_batches(self, limit_rows: int) -> bool:
         """Whether an update takes more than one micro-batch."""
         return self.groups * (self.longest_prompt + self.group_size * self.response) > limit_rows

@@ -17,7 +17,7 @@ from roll.devices.map import SCORING_ROLES, DeviceMap, RolePlacement, make_map
 from roll.devices.memory import CACHE, FULL, PURPOSES, MemoryEstimate, MemoryItem, ModelSize, estimate, largest
 from roll.devices.memory_inputs import MemoryInputs
 from roll.devices.mesh_division import check_divides
-from roll.devices.residency import ResidencyTable, residency
+from roll.devices.residency import ResidencyTable, make_residency_table
 from roll.devices.run_requirements import RunRequirements
 from roll.devices.sharded_memory import shard_sizes
 from roll.devices.strategies import TRAIN_ROLES
@@ -29,7 +29,7 @@ from roll.strategy.train.microbatch_budget import FEWEST_ROWS, Budget
 from roll.strategy.train.sharded.sizes import ShardSizes
 
 GIB = 2**30
-MOST_RANKS = 4096
+MAX_RANKS = 4096
 """Largest number of ranks that is tried for a model that does not fit."""
 
 
@@ -43,9 +43,9 @@ class Plan:
     """Precision of the trainer's parameters."""
     map: DeviceMap
     offload: bool
-    why: str
-    """A sentence on why roles are offloaded between stages, or why not."""
-    stages: ResidencyTable
+    offload_reason: str
+    """A sentence on why roles are offloaded between phases, or why not."""
+    residency: ResidencyTable
     memory: MemoryEstimate
     roles: list[tuple[str, str]]
     """Each role and a description of how it computes."""
@@ -56,19 +56,27 @@ class Plan:
     """What the run will write to disk."""
 
 
-def make_plan(config: Config, job: RunRequirements, inventory: Inventory | None = None) -> Plan:
+def make_plan(config: Config, requirements: RunRequirements, inventory: Inventory | None = None) -> Plan:
     """Maps the roles to the inventory (this machine's by default) and estimates the memory of each device."""
-    map = make_map(config, inventory or this_machine(), roles_in_use=job.roles)
+    map = make_map(config, inventory or this_machine(), roles_in_use=requirements.roles)
     shape = load_model_config(find_model(config.model.path))
-    dtypes = {role: dtype_of(config, placed) for role, placed in map.roles.items() if placed.strategy}
-    own = _own_models(config, map)
-    model = ModelSize(shape, ModelShape.of(shape, config.model.adapters), dtypes, own, _shards(config, map, shape, own))
-    work = job.work
+    dtypes = {
+        role: dtype_of(config, role_placement) for role, role_placement in map.roles.items() if role_placement.strategy
+    }
+    other_models = _other_models(config, map)
+    model = ModelSize(
+        shape,
+        ModelShape.of(shape, config.model.adapters),
+        dtypes,
+        other_models,
+        _shards(config, map, shape, other_models),
+    )
+    inputs = requirements.memory_inputs
     if map.roles["actor_train"].mesh is not None and "actor_infer" in map.roles:  # engines are other processes
-        work = replace(work, bucket_bytes=config.weight_sync.bucket_mb << 20)
-    offload, why = choose_offload(config, map, model, work)
-    stages = residency(map, offload)
-    memory = estimate(map, stages, model, work)
+        inputs = replace(inputs, bucket_bytes=config.weight_sync.bucket_mb << 20)
+    offload, offload_reason = choose_offload(config, map, model, inputs)
+    residency = make_residency_table(map, offload)
+    memory = estimate(map, residency, model, inputs)
     return Plan(
         model=config.model.path,
         parameters=model.sizes.parameters,
@@ -76,13 +84,13 @@ def make_plan(config: Config, job: RunRequirements, inventory: Inventory | None 
         dtype=str(dtypes["actor_train"]).removeprefix("torch."),
         map=map,
         offload=offload,
-        why=why,
-        stages=stages,
+        offload_reason=offload_reason,
+        residency=residency,
         memory=memory,
         roles=_roles(config, map),
-        sizes=(*job.sizes, ("tokens a micro-batch", _micro_batch(memory.budgets["actor_train[0]"]))),
-        problem=_problem(config, map, stages, model, memory, work),
-        writes=planned_writes(config, map, model, work),
+        sizes=(*requirements.sizes, ("tokens a micro-batch", _micro_batch(memory.budgets["actor_train[0]"]))),
+        problem=_problem(config, map, residency, model, memory, inputs),
+        writes=planned_writes(config, map, model, inputs),
     )
 
 
@@ -91,16 +99,16 @@ def check_memory(plan: Plan) -> None:
         raise UserError(plan.problem)
 
 
-def dtype_of(config: Config, placed: RolePlacement) -> torch.dtype:
+def dtype_of(config: Config, role_placement: RolePlacement) -> torch.dtype:
     """The precision in which a role holds the model. For a GPU that is not on this machine, `auto` is bf16."""
-    device, role = placed.places[0].device, placed.role
+    device, role = role_placement.placements[0].device, role_placement.role
     dtype = getattr(config.roles, role).model.dtype if role in SCORING_ROLES else config.model.dtype
-    if placed.on_gpus and dtype == "auto" and not torch.cuda.is_available():
+    if role_placement.on_gpus and dtype == "auto" and not torch.cuda.is_available():
         return torch.bfloat16
     return choose_dtype(dtype, device)
 
 
-def _own_models(config: Config, map: DeviceMap) -> dict[str, tuple[PretrainedConfig, ModelShape]]:
+def _other_models(config: Config, map: DeviceMap) -> dict[str, tuple[PretrainedConfig, ModelShape]]:
     """The models of roles that do not use the actor's."""
     found = {}
     if "judge" in map.roles:
@@ -113,100 +121,108 @@ def _own_models(config: Config, map: DeviceMap) -> dict[str, tuple[PretrainedCon
 
 
 def _shards(
-    config: Config, map: DeviceMap, shape: PretrainedConfig, own: Mapping[str, tuple[PretrainedConfig, ModelShape]]
+    config: Config,
+    map: DeviceMap,
+    shape: PretrainedConfig,
+    other_models: Mapping[str, tuple[PretrainedConfig, ModelShape]],
 ) -> dict[str, ShardSizes]:
     """What a rank holds of each sharded role's model."""
-    found = {}
-    for role, placed in map.roles.items():
-        if placed.mesh is not None:
-            of = own[role][0] if role in own else shape
-            check_divides(role, placed.mesh, of)
-            found[role] = shard_sizes(of, placed.mesh, PURPOSES[role], config.model.adapters)
-    return found
+    sizes = {}
+    for role, role_placement in map.roles.items():
+        if role_placement.mesh is not None:
+            role_shape = other_models[role][0] if role in other_models else shape
+            check_divides(role, role_placement.mesh, role_shape)
+            sizes[role] = shard_sizes(role_shape, role_placement.mesh, PURPOSES[role], config.model.adapters)
+    return sizes
 
 
-def choose_offload(config: Config, map: DeviceMap, model: ModelSize, work: MemoryInputs) -> tuple[bool, str]:
-    """Whether roles are offloaded between stages, and a sentence that says why."""
-    stay, turns = residency(map, False), residency(map, True)
+def choose_offload(config: Config, map: DeviceMap, model: ModelSize, inputs: MemoryInputs) -> tuple[bool, str]:
+    """Whether roles are offloaded between phases, and a sentence that says why."""
+    resident, offloading = make_residency_table(map, False), make_residency_table(map, True)
     if config.offload != "auto":
-        asked = config.offload == "always"
-        return asked, f"offload is {config.offload}: roles {'take turns on' if asked else 'stay on'} shared devices."
-    if stay.levels == turns.levels:
-        return False, "Nothing is offloaded: no stage needs the devices of a role that is not in it."
-    work = _unhurried(work, map.roles["actor_train"])
-    full = estimate(map, stay, model, work).too_full()
+        always = config.offload == "always"
+        return always, f"offload is {config.offload}: roles {'take turns on' if always else 'stay on'} shared devices."
+    if resident.levels == offloading.levels:
+        return False, "Nothing is offloaded: no phase needs the devices of a role that is not in it."
+    inputs = _with_preferred_micro_batches(inputs, map.roles["actor_train"])
+    full = estimate(map, resident, model, inputs).too_full()
     if not full:
         return False, f"Nothing is offloaded: all roles together fit into {FULL:.0%} of every memory."
-    turned = estimate(map, turns, model, work)
-    whole = estimate(map, stay, model, work)
-    relieved = [pool for pool in full if turned.peak(pool)[1] < whole.peak(pool)[1]]
-    if not relieved:
-        return False, "Nothing is offloaded: it would not make room."
-    pool = max(relieved, key=lambda pool: whole.peak(pool)[1] / max(pool.capacity, 1))
+    offloaded = estimate(map, offloading, model, inputs)
+    together = estimate(map, resident, model, inputs)
+    relieved_pools = [pool for pool in full if offloaded.peak(pool)[1] < together.peak(pool)[1]]
+    if not relieved_pools:
+        return False, "Nothing is offloaded: it would not free enough memory."
+    pool = max(relieved_pools, key=lambda pool: together.peak(pool)[1] / max(pool.capacity, 1))
     return True, (
-        f"Roles take turns and leave shared devices: all together would need {_gib(whole.peak(pool)[1])} of {pool.name}, "
-        f"which has {_gib(pool.capacity)}; in turns it is {_gib(turned.peak(pool)[1])}."
+        f"Roles take turns and leave shared devices: all together would need {_gib(together.peak(pool)[1])} of "
+        f"{pool.name}, which has {_gib(pool.capacity)}; in turns it is {_gib(offloaded.peak(pool)[1])}."
     )
 
 
-def _unhurried(work: MemoryInputs, trainer: RolePlacement) -> MemoryInputs:
+def _with_preferred_micro_batches(inputs: MemoryInputs, trainer: RolePlacement) -> MemoryInputs:
     """The work with micro-batches that keep a GPU busy and without recomputed activations: offloading is worthwhile if
     roles do not fit together under these conditions."""
     if not trainer.on_gpus:
-        return work
-    once = "off" if work.checkpointing == "auto" else work.checkpointing
-    return replace(work, limit_rows=work.limit_rows or FEWEST_ROWS, checkpointing=once)
+        return inputs
+    checkpointing = "off" if inputs.checkpointing == "auto" else inputs.checkpointing
+    return replace(inputs, limit_rows=inputs.limit_rows or FEWEST_ROWS, checkpointing=checkpointing)
 
 
 def _problem(
-    config: Config, map: DeviceMap, stages: ResidencyTable, model: ModelSize, memory: MemoryEstimate, work: MemoryInputs
+    config: Config,
+    map: DeviceMap,
+    residency: ResidencyTable,
+    model: ModelSize,
+    memory: MemoryEstimate,
+    inputs: MemoryInputs,
 ) -> str | None:
     """The memory that is too full, and what to write instead; None if everything fits."""
     full = memory.too_full()
     if not full:
         return None
     pool = max(full, key=lambda pool: memory.peak(pool)[1] / max(pool.capacity, 1))
-    stage, need = memory.peak(pool)
-    part = largest(memory.parts[pool, stage])
+    phase, needed_bytes = memory.peak(pool)
+    part = largest(memory.parts[pool, phase])
     where = "the machine" if pool.name == "memory" else pool.name
     return (
-        f"in the stage {stage} this run needs about {_gib(need)} and {where} has {_gib(pool.capacity)}, of which "
+        f"in the phase {phase} this run needs about {_gib(needed_bytes)} and {where} has {_gib(pool.capacity)}, of which "
         f"{FULL:.0%} may be planned; the largest part is {part.worker}'s {part.what} ({_gib(part.bytes)}): "
-        f"{_remedy(config, map, stages, model, work, part)}"
+        f"{_remedy(config, map, residency, model, inputs, part)}"
     )
 
 
 def _remedy(
-    config: Config, map: DeviceMap, stages: ResidencyTable, model: ModelSize, work: MemoryInputs, part: MemoryItem
+    config: Config, map: DeviceMap, residency: ResidencyTable, model: ModelSize, inputs: MemoryInputs, part: MemoryItem
 ) -> str:
     """A setting that makes the run fit: offloading, fewer running sequences or smaller micro-batches, whichever suffices
     alone; otherwise which settings to look at."""
-    if config.offload == "never" and not estimate(map, residency(map, True), model, work).too_full():
+    if config.offload == "never" and not estimate(map, make_residency_table(map, True), model, inputs).too_full():
         return "write offload=auto"
-    if (fewer := _fewer_copies(config, map, stages, model, work, part)) is not None:
+    if (fewer := _fewer_copies(config, map, residency, model, inputs, part)) is not None:
         return fewer
     settings = [("rollout.max_running", "running"), ("train.micro_batch_tokens", "limit_rows")]
-    now = replace(work, limit_rows=estimate(map, stages, model, work).budgets["actor_train[0]"].rows)
+    current = replace(inputs, limit_rows=estimate(map, residency, model, inputs).budgets["actor_train[0]"].rows)
     for setting, size in settings if part.what == CACHE else reversed(settings):
-        value, least = getattr(now, size), work.longest if size == "limit_rows" else 1
+        value, least = getattr(current, size), inputs.longest if size == "limit_rows" else 1
         while value > least:
             value = max(value // 2, least)
-            if not estimate(map, stages, model, replace(work, **{size: value})).too_full():
+            if not estimate(map, residency, model, replace(inputs, **{size: value})).too_full():
                 return f"write {setting}={value}"
-    if (fewer := _fewer_workers(config, map, stages, model, work)) is not None:
+    if (fewer := _fewer_workers(config, map, residency, model, inputs)) is not None:
         return fewer
-    if (more := _more_ranks(config, map, stages, model, work, part)) is not None:
+    if (more := _more_ranks(config, map, residency, model, inputs, part)) is not None:
         return more
     role = part.role
-    elsewhere = f", or other devices for it in roles.{role}.devices" if role in map.roles else ""
+    other_devices = f", or other devices for it in roles.{role}.devices" if role in map.roles else ""
     if role in TRAIN_ROLES and map.roles[role].on_gpus and map.roles[role].mesh is None:
-        elsewhere = f", or several GPUs for it in roles.{role}.devices, over which it is sharded"
-    generating = "rollout.max_running, rollout.max_new_tokens or " if "actor_infer" in map.roles else ""
-    return f"choose a smaller model, or smaller {generating}train.micro_batch_tokens{elsewhere}"
+        other_devices = f", or several GPUs for it in roles.{role}.devices, over which it is sharded"
+    generation_settings = "rollout.max_running, rollout.max_new_tokens or " if "actor_infer" in map.roles else ""
+    return f"choose a smaller model, or smaller {generation_settings}train.micro_batch_tokens{other_devices}"
 
 
 def _fewer_copies(
-    config: Config, map: DeviceMap, stages: ResidencyTable, model: ModelSize, work: MemoryInputs, part: MemoryItem
+    config: Config, map: DeviceMap, residency: ResidencyTable, model: ModelSize, inputs: MemoryInputs, part: MemoryItem
 ) -> str | None:
     """A smaller number of replicas of a sharded role, so that each copy of the parameters is sharded over more ranks."""
     mesh = map.roles[part.role].mesh if part.role in map.roles else None
@@ -214,59 +230,59 @@ def _fewer_copies(
         return None
     for copies in (count for count in range(mesh.replicate - 1, 0, -1) if mesh.data % count == 0):
         fewer = replace(mesh, replicate=copies, shard=mesh.data // copies)
-        if not estimate(map, stages, _over(config, model, part.role, fewer), work).too_full():
+        if not estimate(map, residency, _sharded_over(config, model, part.role, fewer), inputs).too_full():
             return f"write roles.{part.role}.parallel.replicate={copies}"
     return None
 
 
 def _more_ranks(
-    config: Config, map: DeviceMap, stages: ResidencyTable, model: ModelSize, work: MemoryInputs, part: MemoryItem
+    config: Config, map: DeviceMap, residency: ResidencyTable, model: ModelSize, inputs: MemoryInputs, part: MemoryItem
 ) -> str | None:
     """The number of GPUs that would hold a sharded role, if there is one."""
-    placed = map.roles.get(part.role)
-    if placed is None or placed.mesh is None or not placed.on_gpus:
+    role_placement = map.roles.get(part.role)
+    if role_placement is None or role_placement.mesh is None or not role_placement.on_gpus:
         return None
-    mesh = placed.mesh
-    while (mesh := replace(mesh, shard=2 * mesh.shard)).copy <= MOST_RANKS:
-        if not estimate(map, stages, _over(config, model, part.role, mesh), work).too_full():
+    mesh = role_placement.mesh
+    while (mesh := replace(mesh, shard=2 * mesh.shard)).copy <= MAX_RANKS:
+        if not estimate(map, residency, _sharded_over(config, model, part.role, mesh), inputs).too_full():
             return f"write {mesh.ranks} GPUs or more in roles.{part.role}.devices"
     return None
 
 
-def _over(config: Config, model: ModelSize, role: str, mesh: MeshShape) -> ModelSize:
+def _sharded_over(config: Config, model: ModelSize, role: str, mesh: MeshShape) -> ModelSize:
     """The model with a role's parameters sharded over another mesh."""
     sizes = shard_sizes(model.shape_of(role), mesh, PURPOSES[role], config.model.adapters)
     return replace(model, shards={**model.shards, role: sizes})
 
 
 def _fewer_workers(
-    config: Config, map: DeviceMap, stages: ResidencyTable, model: ModelSize, work: MemoryInputs
+    config: Config, map: DeviceMap, residency: ResidencyTable, model: ModelSize, inputs: MemoryInputs
 ) -> str | None:
     """A role that would fit with fewer workers; roles with more workers are tried first."""
-    for role, placement in sorted(map.roles.items(), key=lambda item: -len(item[1].workers)):
-        if placement.on_gpus:
+    for role, role_placement in sorted(map.roles.items(), key=lambda item: -len(item[1].workers)):
+        if role_placement.on_gpus:
             continue  # the number of its workers is that of its devices
-        mesh, sizes = placement.mesh, model
+        mesh, sizes = role_placement.mesh, model
         each = 1 if mesh is None else mesh.ranks // mesh.shard
-        shards = len(placement.workers) // each
+        shards = len(role_placement.workers) // each
         while shards > 1:
             shards //= 2
             count = shards * each
-            places = placement.places[:count]
+            placements = role_placement.placements[:count]
             if mesh is not None:  # fewer ranks hold more each
                 if count // mesh.replicate % mesh.expert:
                     break
                 fewer = replace(mesh, shard=shards)
-                places = tuple(replace(place, mesh=fewer) for place in places)
-                sizes = _over(config, model, role, fewer)
-            less = replace(placement, workers=placement.workers[:count], places=places)
-            if not estimate(replace(map, roles={**map.roles, role: less}), stages, sizes, work).too_full():
+                placements = tuple(replace(placement, mesh=fewer) for placement in placements)
+                sizes = _sharded_over(config, model, role, fewer)
+            smaller = replace(role_placement, workers=role_placement.workers[:count], placements=placements)
+            if not estimate(replace(map, roles={**map.roles, role: smaller}), residency, sizes, inputs).too_full():
                 return f"write roles.{role}.replicas={count}"
     return None
 
 
 def _roles(config: Config, map: DeviceMap) -> list[tuple[str, str]]:
-    words = {
+    descriptions = {
         "actor_train": f"adapters of rank {config.model.lora.rank}" if config.model.adapters else "",
         "actor_infer": f"{config.rollout.max_running} at once" + (", the actor's parameters" if map.one_copy else ""),
         "reference": "frozen",
@@ -278,9 +294,9 @@ def _roles(config: Config, map: DeviceMap) -> list[tuple[str, str]]:
         "reward": f"{config.judges}, {config.reward.workers} grader(s) each",
     }
     found = []
-    for role, placed in map.roles.items():
-        mesh = "" if placed.mesh is None else str(placed.mesh)
-        found.append((role, ", ".join(filter(None, [placed.strategy, mesh, words.get(role, "")]))))
+    for role, role_placement in map.roles.items():
+        mesh = "" if role_placement.mesh is None else str(role_placement.mesh)
+        found.append((role, ", ".join(filter(None, [role_placement.strategy, mesh, descriptions.get(role, "")]))))
     return found
 
 

@@ -1,11 +1,11 @@
-"""The stages of a step, and the residency of each worker on its devices in each stage.
+"""The phases of a step, and the residency of each worker on its devices in each phase.
 
 Without offloading everything stays on its device. With offloading, a worker keeps its residency unless another role needs
-its devices in the stage: then it is offloaded, or, if the stage needs it too, keeps only what the stage needs.
+its devices in the phase: then it is offloaded, or, if the phase needs it too, keeps only what the phase needs.
 
 Example: trainer and engine on one GPU, the reference on another:
 
-| stage | actor_train[0] | actor_infer[0] | reference[0] |
+| phase | actor_train[0] | actor_infer[0] | reference[0] |
 | --- | --- | --- | --- |
 | generate | none | all | all |
 | reference | none | all | all |
@@ -25,16 +25,16 @@ from roll.devices.inventory import Device
 from roll.devices.map import PROCESS_ROLES, SCORING_ROLES, DeviceMap
 from roll.strategy.offload import Residency
 
-Stage = Literal["generate", "reference", "critic", "train", "publish"]
+Phase = Literal["generate", "reference", "critic", "train", "publish"]
 LEVELS: tuple[Residency, ...] = get_args(Residency)
-NEEDS: dict[Stage, dict[str, Residency]] = {
+NEEDS: dict[Phase, dict[str, Residency]] = {
     "generate": {"actor_infer": "all", "reward_model": "all", "judge": "all"},
     "reference": {"reference": "all"},
     "critic": {"critic": "all"},
     "train": {"actor_train": "all"},
     "publish": {"actor_train": "weights", "actor_infer": "weights"},
 }
-"""The roles that work in a stage, and the residency they need. A run has the stages whose roles it has; reward models and
+"""The roles that work in a phase, and the residency they need. A run has the phases whose roles it has; reward models and
 judges work while samples are generated and are optional."""
 
 Name = tuple[str, int]
@@ -43,66 +43,68 @@ Name = tuple[str, int]
 
 @dataclass(frozen=True)
 class ResidencyTable:
-    """The residency of every worker of a model role in every stage of a step."""
+    """The residency of every worker of a model role in every phase of a step."""
 
-    stages: tuple[Stage, ...]
-    levels: Mapping[Stage, Mapping[Name, Residency]]
+    phases: tuple[Phase, ...]
+    levels: Mapping[Phase, Mapping[Name, Residency]]
 
-    def level(self, stage: Stage, role: str, rank: int) -> Residency:
-        return self.levels[stage][role, rank]
+    def level(self, phase: Phase, role: str, rank: int) -> Residency:
+        return self.levels[phase][role, rank]
 
     def lowest(self, role: str, rank: int) -> Residency:
-        """The lowest residency of the worker over all stages."""
-        return min((self.level(stage, role, rank) for stage in self.stages), key=LEVELS.index)
+        """The lowest residency of the worker over all phases."""
+        return min((self.level(phase, role, rank) for phase in self.phases), key=LEVELS.index)
 
     @property
-    def takes_turns(self) -> bool:
-        """Whether any worker is offloaded in any stage."""
-        return any(level != "all" for stage in self.stages for level in self.levels[stage].values())
+    def offloads(self) -> bool:
+        """Whether any worker is offloaded in any phase."""
+        return any(level != "all" for phase in self.phases for level in self.levels[phase].values())
 
 
-def residency(map: DeviceMap, offload: bool) -> ResidencyTable:
+def make_residency_table(map: DeviceMap, offload: bool) -> ResidencyTable:
     """The residency table of a device map in the steady state, after a full step."""
     workers = {
         # the ranks of a reward model are offloaded and loaded together, because the first commands the others
-        (role, place.rank): placement.devices if placement.mesh and role in SCORING_ROLES else frozenset(devices)
-        for role, placement in map.roles.items()
+        (role, placement.rank): role_placement.devices
+        if role_placement.mesh and role in SCORING_ROLES
+        else frozenset(devices)
+        for role, role_placement in map.roles.items()
         if role not in PROCESS_ROLES
-        for place, devices in zip(placement.places, placement.workers, strict=True)
+        for placement, devices in zip(role_placement.placements, role_placement.workers, strict=True)
     }
-    present = {*map.roles, *SCORING_ROLES}
-    stages = tuple(stage for stage in get_args(Stage) if present >= NEEDS[stage].keys())
+    roles_of_run = {*map.roles, *SCORING_ROLES}
+    phases = tuple(phase for phase in get_args(Phase) if roles_of_run >= NEEDS[phase].keys())
     if not offload:
         everything: dict[Name, Residency] = dict.fromkeys(workers, "all")
-        return ResidencyTable(stages, dict.fromkeys(stages, everything))
+        return ResidencyTable(phases, dict.fromkeys(phases, everything))
     floor: dict[Name, Residency] = dict.fromkeys(workers, "none")
     if map.one_copy:
         floor["actor_train", 0] = "weights"
-    state = dict(floor)
-    levels: dict[Stage, dict[Name, Residency]] = {}
+    current = dict(floor)
+    levels: dict[Phase, dict[Name, Residency]] = {}
     for _ in range(2):  # in the second pass every worker starts with the residency the previous step left
-        for stage in stages:
-            state = levels[stage] = _enter(stage, state, floor, workers)
-    return ResidencyTable(stages, levels)
+        for phase in phases:
+            current = levels[phase] = _enter(phase, current, floor, workers)
+    return ResidencyTable(phases, levels)
 
 
 def _enter(
-    stage: Stage,
+    phase: Phase,
     before: Mapping[Name, Residency],
     floor: Mapping[Name, Residency],
     workers: Mapping[Name, frozenset[Device]],
 ) -> dict[Name, Residency]:
-    needs = NEEDS[stage]
-    needing: dict[Device, set[str]] = {}
+    needs = NEEDS[phase]
+    roles_by_device: dict[Device, set[str]] = {}
     for (role, _), devices in workers.items():
         if role in needs:
             for device in devices:
-                needing.setdefault(device, set()).add(role)
+                roles_by_device.setdefault(device, set()).add(role)
     after: dict[Name, Residency] = {}
     for name, devices in workers.items():
         needed = needs.get(name[0], "none")
-        crowded = any(needing.get(device, set()) - {name[0]} for device in devices)
-        after[name] = _highest(needed, floor[name]) if crowded else _highest(needed, floor[name], before[name])
+        contended = any(roles_by_device.get(device, set()) - {name[0]} for device in devices)
+        after[name] = _highest(needed, floor[name]) if contended else _highest(needed, floor[name], before[name])
     return after
 
 

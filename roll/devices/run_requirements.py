@@ -18,15 +18,15 @@ from roll.model.sft_dataset import EpochPermutation, SFTDataset
 @dataclass(frozen=True)
 class RunRequirements:
     roles: frozenset[str]
-    work: MemoryInputs
+    memory_inputs: MemoryInputs
     sizes: tuple[tuple[str, str], ...]
     """Names and values to show before the run starts."""
 
 
 def rlvr_requirements(config: Config, tasks: TaskSet) -> RunRequirements:
     renderer = ChatRenderer(load_tokenizer(find_model(config.model.path), config.model), ())
-    asked = [task.messages for task in first_of_each(tasks.train, 256) if task.messages]
-    prompts = [len(renderer.opening(messages).tokens) for messages in asked] or [0]
+    messages_of_tasks = [task.messages for task in first_of_each(tasks.train, 256) if task.messages]
+    prompts = [len(renderer.opening(messages).tokens) for messages in messages_of_tasks] or [0]
     rollout, train = config.rollout, config.train
     samples = rollout.groups_per_step * rollout.group_size
     sizes = (
@@ -39,8 +39,8 @@ def rlvr_requirements(config: Config, tasks: TaskSet) -> RunRequirements:
         ("updates a step", str(train.updates_per_step * train.epochs_per_step)),
         ("steps", f"{train.steps}, {train.steps * samples} samples in all"),
     )
-    work = MemoryInputs.of(config, min(prompts), max(prompts))
-    return RunRequirements(rlvr_roles(config, tasks.has_environments), work, sizes)
+    memory_inputs = MemoryInputs.of(config, min(prompts), max(prompts))
+    return RunRequirements(rlvr_roles(config, tasks.has_environments), memory_inputs, sizes)
 
 
 def _share(domain: str, config: Config, tasks: TaskSet) -> str:
@@ -53,8 +53,8 @@ def _set(name: str, config: Config, tasks: TaskSet) -> str:
     count, settings = sum(task.domain == domain_of(name) for task in tasks.held_out), config.eval.settings(name)
     if settings.attempts or not settings.samples:
         attempts = settings.attempts or 1
-        asked = min(count, settings.samples // attempts) if settings.samples else count
-        return f"{count} tasks, {asked} asked × {attempts} = {asked * attempts} answers"
+        tasks_asked = min(count, settings.samples // attempts) if settings.samples else count
+        return f"{count} tasks, {tasks_asked} asked × {attempts} = {tasks_asked * attempts} answers"
     return f"{count} tasks, {settings.samples} answers"
 
 
@@ -75,7 +75,7 @@ def rlvr_roles(config: Config, environments: bool = False) -> frozenset[str]:
 SFT_ROLES = frozenset({"actor_train"})
 
 
-def sft_requirements(config: Config, corpus: SFTDataset, order: EpochPermutation) -> RunRequirements:
+def sft_requirements(config: Config, corpus: SFTDataset, permutation: EpochPermutation) -> RunRequirements:
     train, held_out = corpus.train, corpus.held_out
     learned = int(train.loss_mask.sum())
     sizes = (
@@ -83,7 +83,7 @@ def sft_requirements(config: Config, corpus: SFTDataset, order: EpochPermutation
         ("left out", f"{len(corpus.skipped)} too long"),
         ("tokens a sample", f"{train.tokens / len(train):.0f} in the mean, up to {corpus.longest_tokens}"),
         ("tokens trained on", f"{learned} of {train.tokens}"),
-        ("samples a step", str(order.samples_per_step)),
-        ("steps", f"{order.steps}, {order.epochs:.3g} epochs, {order.total} samples in all"),
+        ("samples a step", str(permutation.samples_per_step)),
+        ("steps", f"{permutation.steps}, {permutation.epochs:.3g} epochs, {permutation.total} samples in all"),
     )
     return RunRequirements(SFT_ROLES, MemoryInputs.of_chats(config, corpus.longest_tokens), sizes)

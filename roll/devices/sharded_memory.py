@@ -72,8 +72,8 @@ def shard_sizes(
         model.requires_grad_(purpose in ("policy", "critic"))
         if adapters is not None and purpose == "policy":
             inject(model, adapters)
-        more = (ValueModel(model),) if purpose == "critic" else ()
-    return ShardSizes.of(model, mesh, *more)
+        value_heads = (ValueModel(model),) if purpose == "critic" else ()
+    return ShardSizes.of(model, mesh, *value_heads)
 
 
 def gathered_parts(sizes: ShardSizes, footprint: Footprint) -> Sizes:
@@ -99,9 +99,9 @@ def update_parts(
     kept = footprint.kept_bytes(size, checkpointed=checkpointed)
     layer = footprint.layer_bytes(size)
     logits, chunks = footprint.chunk_logits(size.predicting) if predicts else (0, False)
-    words = (4 if chunks else item) * sizes.output_trained
-    predicting = footprint.ends_bytes(size) + (footprint.logits_bytes(logits) if predicts else 0) + words
-    moments: list[Sizes] = [
+    output_gradient = (4 if chunks else item) * sizes.output_trained
+    predicting = footprint.ends_bytes(size) + (footprint.logits_bytes(logits) if predicts else 0) + output_gradient
+    candidates: list[Sizes] = [
         [
             ("gradients, fp32", gradients * several),
             (GATHERED, item * (sizes.root + sizes.layer)),
@@ -114,21 +114,21 @@ def update_parts(
             ("unreduced gradients", (item + 4) * sizes.root_trained),
         ],
     ]
-    for unreduced, beside in _layer_moments(sizes, footprint, size):
+    for unreduced, activations in _layer_peaks(sizes, footprint, size):
         backward: Sizes = [
             (GATHERED, sizes.gathered_bytes(item)),
             ("unreduced gradients", unreduced),
-            ("one layer at work", max(beside + (layer if checkpointed else 0), 0)),
+            ("one layer at work", max(activations + (layer if checkpointed else 0), 0)),
         ]
-        moments += [
+        candidates += [
             [("gradients, fp32", gradients * several), ("activations of a micro-batch", kept), *backward],
             [("gradients, fp32", gradients), *backward, ("activations of a layer", 0 if checkpointed else layer)],
         ]
-    fullest = max(moments, key=lambda parts: sum(count for _, count in parts))
+    fullest = max(candidates, key=lambda parts: sum(count for _, count in parts))
     return [part for part in fullest if part[1]]
 
 
-def _layer_moments(sizes: ShardSizes, footprint: Footprint, size: PackedSize) -> list[tuple[int, int]]:
+def _layer_peaks(sizes: ShardSizes, footprint: Footprint, size: PackedSize) -> list[tuple[int, int]]:
     """For each moment at which a layer's backward pass may need most memory: the bytes of unreduced gradients, and of
     activations in addition to those the layer keeps (negative if some of them are already freed)."""
     item, model = footprint.dtype.itemsize, footprint.model

@@ -52,7 +52,8 @@ def parse_devices(text: str, inventory: Inventory, setting: str, *, cores: bool 
             found[device] = None
     if len({device.kind for device in found}) > 1:
         raise UserError(
-            f"{setting} is {text!r}, which mixes GPUs and CPU cores: write devices of one kind; {there_are(inventory)}"
+            f"{setting} is {text!r}, which mixes GPUs and CPU cores: write devices of one kind; "
+            f"{describe_devices(inventory)}"
         )
     return tuple(sorted(found))
 
@@ -65,11 +66,11 @@ def format_devices(devices: Iterable[Device], inventory: Inventory) -> str:
         names = [inventory.nodes[node].name] if several else []
         if kind != inventory.nodes[node].kind:
             names.append(CORES)
-        parts.append(":".join([*names, runs([device.index for device in members])]))
+        parts.append(":".join([*names, format_ranges([device.index for device in members])]))
     return ",".join(parts)
 
 
-def runs(numbers: Sequence[int]) -> str:
+def format_ranges(numbers: Sequence[int]) -> str:
     """Ascending numbers as runs: 0, 1, 2, 5 → `0-2,5`."""
     pieces = []
     for _, members in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
@@ -78,20 +79,20 @@ def runs(numbers: Sequence[int]) -> str:
     return ",".join(pieces)
 
 
-def there_are(inventory: Inventory, *, cores: bool = False) -> str:
+def describe_devices(inventory: Inventory, *, cores: bool = False) -> str:
     """A sentence with the valid numbers: `there are 2 devices here: 0-1 (cpu cores)`."""
     several = len(inventory.nodes) > 1
     total, parts = 0, []
     for node in inventory.nodes:
         kind: Kind = "cpu" if cores else node.kind
         total += node.count(kind)
-        numbers = runs(range(node.count(kind)))
-        parts.append(f"{node.name}:{numbers} ({_words(kind)})" if several else f"{numbers} ({_words(kind)})")
+        numbers = format_ranges(range(node.count(kind)))
+        parts.append(f"{node.name}:{numbers} ({_kind_name(kind)})" if several else f"{numbers} ({_kind_name(kind)})")
     devices = "is 1 device" if total == 1 else f"are {total} devices"
     return f"there {devices} here: {', '.join(parts)}"
 
 
-def _words(kind: Kind) -> str:
+def _kind_name(kind: Kind) -> str:
     return "gpus" if kind == "gpu" else "cpu cores"
 
 
@@ -128,9 +129,11 @@ def _devices_of(term: Term, inventory: Inventory, setting: str, text: str, cores
     kinds: dict[int, Kind] = {number: "cpu" if counted else inventory.nodes[number].kind for number in nodes}
     total = sum(inventory.nodes[number].count(kind) for number, kind in kinds.items())
     if term.last >= total:
-        there = Inventory(tuple(inventory.nodes[number] for number in nodes)) if term.node else inventory
-        said = there_are(there, cores=counted).replace(" here:", f" on {term.node}:" if term.node else " here:")
-        raise UserError(f"{setting} is {text!r}, but there is no device {term.last}: {said}")
+        nodes_named = Inventory(tuple(inventory.nodes[number] for number in nodes)) if term.node else inventory
+        available = describe_devices(nodes_named, cores=counted).replace(
+            " here:", f" on {term.node}:" if term.node else " here:"
+        )
+        raise UserError(f"{setting} is {text!r}, but there is no device {term.last}: {available}")
     start = 0
     for number, kind in kinds.items():
         count = inventory.nodes[number].count(kind)

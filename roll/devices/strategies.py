@@ -18,103 +18,103 @@ STRATEGIES = {**dict.fromkeys(TRAIN_ROLES, ("single", "sharded")), **dict.fromke
 `sharded`."""
 
 
-def choose_strategy(role: str, wanted: RoleConfig, inventory: Inventory) -> str:
+def choose_strategy(role: str, role_config: RoleConfig, inventory: Inventory) -> str:
     """The role's strategy; empty for a role without a model. Raises for a strategy that the role cannot have, and for
     settings that only another strategy uses."""
     possible = STRATEGIES.get(role, ("",))
-    strategy = _auto(role, wanted, inventory) if wanted.strategy == "auto" else wanted.strategy
+    strategy = _auto(role, role_config, inventory) if role_config.strategy == "auto" else role_config.strategy
     if strategy in possible:
-        _check_vllm_alone(role, wanted, strategy)
-        _check_parallel(role, wanted, strategy)
+        _check_vllm_alone(role, role_config, strategy)
+        _check_parallel(role, role_config, strategy)
         return strategy
     if not possible[0]:
         raise UserError(
-            f"roles.{role}.strategy is {wanted.strategy!r}, but {role} has no model: remove roles.{role}.strategy"
+            f"roles.{role}.strategy is {role_config.strategy!r}, but {role} has no model: remove roles.{role}.strategy"
         )
     does = "trains" if strategy in STRATEGIES["actor_train"] else "generates"
     raise UserError(
-        f"roles.{role}.strategy is {wanted.strategy!r}, which {does}, but {role} does not: "
+        f"roles.{role}.strategy is {role_config.strategy!r}, which {does}, but {role} does not: "
         f"write roles.{role}.strategy={either(possible)}"
     )
 
 
-def mesh_of(role: str, wanted: RoleConfig, ranks: int, on_gpus: bool) -> MeshShape:
+def mesh_of(role: str, role_config: RoleConfig, ranks: int, on_gpus: bool) -> MeshShape:
     """The mesh of a sharded role's ranks. Ranks not taken by the configured dimensions shard the parameters."""
-    asked = wanted.parallel
-    taken = asked.replicate * asked.context * asked.tensor
-    if ranks % taken:
-        written = [f"{name}={count}" for name, count in asked if name in _DIVIDING and count > 1]
-        larger = (ranks // taken + 1) * taken
+    parallel = role_config.parallel
+    divided = parallel.replicate * parallel.context * parallel.tensor
+    if ranks % divided:
+        written = [f"{name}={count}" for name, count in parallel if name in _DIVIDING and count > 1]
+        larger = (ranks // divided + 1) * divided
         more = f"{larger} devices in roles.{role}.devices" if on_gpus else f"roles.{role}.replicas={larger}"
         if len(written) == 1:
             name = written[0].partition("=")[0]
             possible = either([str(count) for count in range(1, ranks + 1) if ranks % count == 0])
             raise UserError(
-                f"roles.{role}.parallel.{name} is {taken}, but its {_ranks(ranks)} cannot be divided into {taken} equal "
-                f"parts: write roles.{role}.parallel.{name}={possible}, or {more}"
+                f"roles.{role}.parallel.{name} is {divided}, but its {_ranks(ranks)} cannot be divided into {divided} "
+                f"equal parts: write roles.{role}.parallel.{name}={possible}, or {more}"
             )
         raise UserError(
-            f"roles.{role}.parallel has {', '.join(written)}, together {taken}, which does not divide its {_ranks(ranks)}"
-            f": write other numbers, or {more}"
+            f"roles.{role}.parallel has {', '.join(written)}, together {divided}, which does not divide its "
+            f"{_ranks(ranks)}: write other numbers, or {more}"
         )
-    copy = ranks // asked.replicate
-    if copy % asked.expert:
+    copy = ranks // parallel.replicate
+    if copy % parallel.expert:
         possible = either([str(count) for count in range(1, copy + 1) if copy % count == 0])
         raise UserError(
-            f"roles.{role}.parallel.expert is {asked.expert}, which does not divide the {_ranks(copy)} that hold a copy "
-            f"of the parameters: write roles.{role}.parallel.expert={possible}"
+            f"roles.{role}.parallel.expert is {parallel.expert}, which does not divide the {_ranks(copy)} that hold a "
+            f"copy of the parameters: write roles.{role}.parallel.expert={possible}"
         )
-    return MeshShape(asked.replicate, ranks // taken, asked.context, asked.tensor, asked.expert)
+    return MeshShape(parallel.replicate, ranks // divided, parallel.context, parallel.tensor, parallel.expert)
 
 
 _DIVIDING = ("replicate", "context", "tensor")
 
 
-def _auto(role: str, wanted: RoleConfig, inventory: Inventory) -> str:
+def _auto(role: str, role_config: RoleConfig, inventory: Inventory) -> str:
     if role in TRAIN_ROLES:
-        written = parse_devices(wanted.devices, inventory, f"roles.{role}.devices")
+        written = parse_devices(role_config.devices, inventory, f"roles.{role}.devices")
         if not isinstance(written, str) and len(written) > 1 and written[0].kind == "gpu":
             return "sharded"
     return STRATEGIES.get(role, ("",))[0]
 
 
-def _check_vllm_alone(role: str, wanted: RoleConfig, strategy: str) -> None:
+def _check_vllm_alone(role: str, role_config: RoleConfig, strategy: str) -> None:
     """Raises if settings that only vLLM uses are given for a role that vLLM does not compute."""
     if strategy == "vllm":
         return
     other = f", or roles.{role}.strategy=vllm" if role in INFER_ROLES else ""
-    if wanted.engine_args:
+    if role_config.engine_args:
         raise UserError(
-            f"roles.{role}.engine_args has {next(iter(wanted.engine_args))!r}, but {role} is not computed by vLLM: "
+            f"roles.{role}.engine_args has {next(iter(role_config.engine_args))!r}, but {role} is not computed by vLLM: "
             f"remove roles.{role}.engine_args{other}"
         )
 
 
-def _check_parallel(role: str, wanted: RoleConfig, strategy: str) -> None:
+def _check_parallel(role: str, role_config: RoleConfig, strategy: str) -> None:
     """Raises for mesh dimensions that the role's strategy does not have."""
     if strategy == "sharded":
         return
     defaults = dict(ParallelConfig())
     known = ("tensor",) if strategy == "vllm" else ()
-    written = next((key for key, value in wanted.parallel if value != defaults[key] and key not in known), None)
+    written = next((key for key, value in role_config.parallel if value != defaults[key] and key not in known), None)
     if written is None:
         return
-    got = f"roles.{role}.parallel.{written} is {str(getattr(wanted.parallel, written)).lower()}"
+    given = f"roles.{role}.parallel.{written} is {str(getattr(role_config.parallel, written)).lower()}"
     if not strategy:
-        raise UserError(f"{got}, but {role} has no model: remove roles.{role}.parallel")
+        raise UserError(f"{given}, but {role} has no model: remove roles.{role}.parallel")
     if strategy == "native":
         several = f"write roles.{role}.strategy=vllm, or " if written == "tensor" else ""
         raise UserError(
-            f"{got}, but strategy native keeps the whole model on one device: {several}remove "
+            f"{given}, but strategy native keeps the whole model on one device: {several}remove "
             f"roles.{role}.parallel; more devices or roles.{role}.replicas give more engines"
         )
     if strategy == "vllm":
         raise UserError(
-            f"{got}, but an engine divides layers alone: remove roles.{role}.parallel.{written}; parallel.tensor is "
+            f"{given}, but an engine divides layers alone: remove roles.{role}.parallel.{written}; parallel.tensor is "
             f"how many GPUs hold a copy, and more devices or roles.{role}.replicas give more engines"
         )
     raise UserError(
-        f"{got}, but strategy {strategy} computes on one device: write roles.{role}.strategy=sharded, or remove "
+        f"{given}, but strategy {strategy} computes on one device: write roles.{role}.strategy=sharded, or remove "
         f"roles.{role}.parallel"
     )
 

@@ -108,7 +108,7 @@ class RLVRPipeline(Pipeline[Roles, RLVRState]):
         return state
 
     def start(self, executor: Executor, plan: Plan, run: Path | None = None) -> AbstractAsyncContextManager[Roles]:
-        return start_roles(self.config, self._reward, executor=executor, map=plan.map, stages=plan.stages, run=run)
+        return start_roles(self.config, self._reward, executor=executor, map=plan.map, residency=plan.residency, run=run)
 
     async def train(self, roles: Roles, recorder: Recorder, state: RLVRState, checkpoint: Path | None) -> RLVRState:
         async with supervised(roles, self.config, recorder) as (supervision, publisher):
@@ -173,7 +173,7 @@ class SFTPipeline(Pipeline[TrainRoles, SFTState]):
         return state
 
     def start(self, executor: Executor, plan: Plan, run: Path | None = None) -> AbstractAsyncContextManager[TrainRoles]:
-        return start_trainer(self.config, executor=executor, map=plan.map, stages=plan.stages, run=run)
+        return start_trainer(self.config, executor=executor, map=plan.map, residency=plan.residency, run=run)
 
     async def train(self, roles: TrainRoles, recorder: Recorder, state: SFTState, checkpoint: Path | None) -> SFTState:
         async with supervised_trainer(roles, self.config, recorder) as supervision:

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from roll.cluster.errors import CallTimedOut, WorkerDied
 from roll.devices.map import SCORING_ROLES
-from roll.devices.residency import LEVELS, Name, Stage
+from roll.devices.residency import LEVELS, Name, Phase
 from roll.pipeline.roles import Roles
 from roll.strategy.offload import Residency
 from roll.workers.critic import CriticWorker
@@ -26,13 +26,13 @@ class ResidencyManager:
     def __init__(self, roles: Roles) -> None:
         self._roles = roles
         self._levels: dict[Name, Residency] = {
-            name: roles.stages.lowest(*name) for name in roles.stages.levels["generate"]
+            name: roles.residency.lowest(*name) for name in roles.residency.levels["generate"]
         }
         """Current residency of each worker; all start at their lowest level."""
 
-    async def enter(self, stage: Stage) -> None:
+    async def enter(self, phase: Phase) -> None:
         """Returns when everything the phase needs is on its devices, and everything that must make space is offloaded."""
-        wanted = self._roles.stages.levels[stage]
+        wanted = self._roles.residency.levels[phase]
         down = {name: level for name, level in wanted.items() if _rank(level) < _rank(self._levels[name])}
         up = {name: level for name, level in wanted.items() if _rank(level) > _rank(self._levels[name])}
         await asyncio.gather(*(self._set_residency(name, level) for name, level in down.items()))

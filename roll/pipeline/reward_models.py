@@ -38,34 +38,38 @@ def check_scorers(config: Config) -> None:
         check_vllm(config, getattr(config.roles, role), role)
 
 
-async def start_scorers(config: Config, executor: Executor, map: DeviceMap, stages: ResidencyTable) -> RewardModelClient:
+async def start_scorers(
+    config: Config, executor: Executor, map: DeviceMap, residency: ResidencyTable
+) -> RewardModelClient:
     """Starts the models of a map that give rewards; one after the other if they may not fit on the devices together."""
-    if stages.takes_turns:
+    if residency.offloads:
         return RewardModelClient(
-            await _reward_model(config, executor, map, stages), await _judge(config, executor, map, stages)
+            await _reward_model(config, executor, map, residency), await _judge(config, executor, map, residency)
         )
-    starts = _reward_model(config, executor, map, stages), _judge(config, executor, map, stages)
+    starts = _reward_model(config, executor, map, residency), _judge(config, executor, map, residency)
     return RewardModelClient(*await asyncio.gather(*starts))  # waits: starts and calls have deadlines
 
 
 async def _reward_model(
-    config: Config, executor: Executor, map: DeviceMap, stages: ResidencyTable
+    config: Config, executor: Executor, map: DeviceMap, residency: ResidencyTable
 ) -> Cluster[RewardModelWorker] | None:
     if "reward_model" not in map.roles:
         return None
-    places = map.roles["reward_model"].places
-    cluster = await Cluster.start(executor, lambda place: RewardModelWorker(place, config), places)
-    return await join_and_offload(cluster, RewardModelWorker.set_residency, stages, config.fault_tolerance)
+    placements = map.roles["reward_model"].placements
+    cluster = await Cluster.start(executor, lambda placement: RewardModelWorker(placement, config), placements)
+    return await join_and_offload(cluster, RewardModelWorker.set_residency, residency, config.fault_tolerance)
 
 
 async def _judge(
-    config: Config, executor: Executor, map: DeviceMap, stages: ResidencyTable
+    config: Config, executor: Executor, map: DeviceMap, residency: ResidencyTable
 ) -> Cluster[JudgeWorker] | None:
     if "judge" not in map.roles:
         return None
-    cluster = await Cluster.start(executor, lambda place: JudgeWorker(place, config), map.roles["judge"].places)
+    cluster = await Cluster.start(
+        executor, lambda placement: JudgeWorker(placement, config), map.roles["judge"].placements
+    )
     await cluster.call(JudgeWorker.start)
-    return await offload_at_start(cluster, JudgeWorker.set_residency, stages)
+    return await offload_at_start(cluster, JudgeWorker.set_residency, residency)
 
 
 def scorer_peaks(scorers: RewardModelClient) -> dict[str, Coroutine[Any, Any, list[int]]]:

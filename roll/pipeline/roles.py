@@ -18,7 +18,7 @@ from roll.config.root import located, root_of
 from roll.config.schema import Config, FaultToleranceConfig
 from roll.devices.inventory import Inventory, Node, this_machine
 from roll.devices.map import SCORING_ROLES, DeviceMap, make_map
-from roll.devices.residency import ResidencyTable, residency
+from roll.devices.residency import ResidencyTable, make_residency_table
 from roll.devices.run_requirements import SFT_ROLES, rlvr_roles
 from roll.env.stats import EnvStats
 from roll.model.find import find_model
@@ -63,7 +63,7 @@ class TrainRoles:
     """The running roles that hold a model to train or to compare with. Pipelines without rollouts have no others."""
 
     executor: Executor
-    stages: ResidencyTable
+    residency: ResidencyTable
     """Residency: which state of each worker is on its devices in which phase."""
     actor: Cluster[TrainWorker]
     reference: Cluster[TrainWorker] | None
@@ -95,25 +95,25 @@ class TrainRoles:
 
     def trainer_died(self, error: RemoteError) -> bool:
         """Whether the error says that a trainer or the reference died or hung."""
-        names = {place.name for cluster in self.trainers for place in cluster.places}
+        names = {placement.name for cluster in self.trainers for placement in cluster.places}
         return isinstance(error, WorkerDied | CallTimedOut) and error.worker in names
 
     async def check_nodes(self) -> None:
         """Raises if a trainer or the reference cannot be restarted because its node, or the cluster, is lost."""
         for cluster in self.trainers:
-            for rank, place in enumerate(cluster.places):
+            for rank, placement in enumerate(cluster.places):
                 if (node := await cluster.lost_node(rank)) is not None:
-                    raise without_role(cluster.role, NodeLost(place.name, node))
+                    raise without_role(cluster.role, NodeLost(placement.name, node))
 
     async def restart_trainers(self, checkpoint: Path | None, fault_tolerance: FaultToleranceConfig) -> None:
         """Restarts actor and critic, and the reference if it does not answer, then loads the checkpoint into actor and
         critic (without one they start from their initial weights). If a worker dies meanwhile, raises; the call may be
         repeated."""
-        await _restart(self.actor, TrainWorker.set_residency, self.stages, fault_tolerance)
+        await _restart(self.actor, TrainWorker.set_residency, self.residency, fault_tolerance)
         if self.reference is not None and not await _answers(self.reference):
-            await _restart(self.reference, TrainWorker.set_residency, self.stages, fault_tolerance)
+            await _restart(self.reference, TrainWorker.set_residency, self.residency, fault_tolerance)
         if self.critic is not None:
-            await _restart(self.critic, CriticWorker.set_residency, self.stages, fault_tolerance)
+            await _restart(self.critic, CriticWorker.set_residency, self.residency, fault_tolerance)
         if checkpoint is not None:
             await self.load(checkpoint, fault_tolerance)
 
@@ -291,20 +291,20 @@ async def start_roles(
     *,
     executor: Executor | None = None,
     map: DeviceMap | None = None,
-    stages: ResidencyTable | None = None,
+    residency: ResidencyTable | None = None,
     run: Path | None = None,
     environments: bool = False,
 ) -> AsyncIterator[Roles]:
     """Starts every role of a run with rollouts; closes all of them at the end, also after an error.
 
-    `map` and `stages` come from the plan. Without them the config alone places the roles, all resident; `environments`
+    `map` and `residency` come from the plan. Without them the config alone places the roles, all resident; `environments`
     says whether the run has environment workers.
     """
     executor = executor or make_executor(config)
     try:
         map = map or make_map(config, inventory_of(config, executor), roles_in_use=rlvr_roles(config, environments))
-        stages = stages or residency(map, False)
-        yield await _start(located(config), reward, executor, map, stages, run)
+        residency = residency or make_residency_table(map, False)
+        yield await _start(located(config), reward, executor, map, residency, run)
     finally:
         await asyncio.shield(executor.close())
 
@@ -315,18 +315,18 @@ async def start_trainer(
     *,
     executor: Executor | None = None,
     map: DeviceMap | None = None,
-    stages: ResidencyTable | None = None,
+    residency: ResidencyTable | None = None,
     run: Path | None = None,
 ) -> AsyncIterator[TrainRoles]:
     """Starts the trainer alone; closes it at the end, also after an error."""
     executor = executor or make_executor(config)
     try:
         map = map or make_map(config, inventory_of(config, executor), roles_in_use=SFT_ROLES)
-        stages = stages or residency(map, False)
+        residency = residency or make_residency_table(map, False)
         config = located(config)
         await asyncio.to_thread(_verify_models, config, map)
         _reserve(config, executor, map, run)
-        yield TrainRoles(executor, stages, await _start_actor(config, executor, map, stages), None, None)
+        yield TrainRoles(executor, residency, await _start_actor(config, executor, map, residency), None, None)
     finally:
         await asyncio.shield(executor.close())
 
@@ -345,38 +345,42 @@ def _reserve(config: Config, executor: Executor, map: DeviceMap, run: Path | Non
     """Reserves the devices of all roles."""
     if run is not None:
         executor.write_logs_to(run / "logs", config.run.keep.log_mb << 20)
-    learners = [map.roles[role].places for role in LEARNERS if role in map.roles]
-    spares = [place for places in learners for place in places] if config.fault_tolerance.spare_trainer else []
-    executor.reserve([place for placement in map.roles.values() for place in placement.places], spares)
+    learners = [map.roles[role].placements for role in LEARNERS if role in map.roles]
+    spares = (
+        [placement for placements in learners for placement in placements] if config.fault_tolerance.spare_trainer else []
+    )
+    executor.reserve(
+        [placement for role_placement in map.roles.values() for placement in role_placement.placements], spares
+    )
 
 
 async def _start_actor(
-    config: Config, executor: Executor, map: DeviceMap, stages: ResidencyTable
+    config: Config, executor: Executor, map: DeviceMap, residency: ResidencyTable
 ) -> Cluster[TrainWorker]:
-    places = map.roles["actor_train"].places
-    actor = await Cluster.start(executor, lambda place: TrainWorker(place, config), places)
-    return await join_and_offload(actor, TrainWorker.set_residency, stages, config.fault_tolerance)
+    placements = map.roles["actor_train"].placements
+    actor = await Cluster.start(executor, lambda placement: TrainWorker(placement, config), placements)
+    return await join_and_offload(actor, TrainWorker.set_residency, residency, config.fault_tolerance)
 
 
 async def _start(
-    config: Config, reward: RewardSpec, executor: Executor, map: DeviceMap, stages: ResidencyTable, run: Path | None
+    config: Config, reward: RewardSpec, executor: Executor, map: DeviceMap, residency: ResidencyTable, run: Path | None
 ) -> Roles:
     graders = None if run is None else run / "graders.log"
     environments_log = None if run is None else run / "environments.log"
     log_bytes = config.run.keep.log_mb << 20
-    places = {role: placement.places for role, placement in map.roles.items()}
+    placements = {role: role_placement.placements for role, role_placement in map.roles.items()}
     await asyncio.to_thread(_verify_models, config, map)
     _reserve(config, executor, map, run)
 
     async def start(role: str, make: Callable[[WorkerPlacement], W]) -> Cluster[W]:
-        return await Cluster.start(executor, make, places[role])
+        return await Cluster.start(executor, make, placements[role])
 
     async def start_rewards() -> Cluster[RewardWorker]:
         max_concurrent, patience_s = config.roles.judge.max_running, config.rollout.deadline_s
         cluster = await start(
             "reward",
-            lambda place: RewardWorker(
-                place,
+            lambda placement: RewardWorker(
+                placement,
                 config.reward,
                 reward,
                 graders,
@@ -389,40 +393,42 @@ async def _start(
         return cluster
 
     async def start_actor() -> Cluster[TrainWorker]:
-        return await _start_actor(config, executor, map, stages)
+        return await _start_actor(config, executor, map, residency)
 
     async def start_engines() -> Cluster[InferWorker]:
         own_weights = not map.one_copy
-        engines = await start("actor_infer", lambda place: InferWorker(place, config, own_weights=own_weights))
-        return await offload_at_start(engines, InferWorker.set_residency, stages)
+        engines = await start("actor_infer", lambda placement: InferWorker(placement, config, own_weights=own_weights))
+        return await offload_at_start(engines, InferWorker.set_residency, residency)
 
     async def start_environments() -> Cluster[EnvWorker] | None:
-        if "env" not in places:
+        if "env" not in placements:
             return None
-        cluster = await start("env", lambda place: EnvWorker(place, config.env, environments_log, config.root, log_bytes))
+        cluster = await start(
+            "env", lambda placement: EnvWorker(placement, config.env, environments_log, config.root, log_bytes)
+        )
         await cluster.call(EnvWorker.start)
         return cluster
 
     async def start_rollouts() -> Cluster[RolloutWorker]:
-        return await start("rollout", lambda place: RolloutWorker(place, config, run))
+        return await start("rollout", lambda placement: RolloutWorker(placement, config, run))
 
     async def start_reference() -> Cluster[TrainWorker] | None:
-        if "reference" not in places:
+        if "reference" not in placements:
             return None
-        reference = await start("reference", lambda place: TrainWorker(place, config, trainable=False))
-        return await join_and_offload(reference, TrainWorker.set_residency, stages, config.fault_tolerance)
+        reference = await start("reference", lambda placement: TrainWorker(placement, config, trainable=False))
+        return await join_and_offload(reference, TrainWorker.set_residency, residency, config.fault_tolerance)
 
     async def start_critic() -> Cluster[CriticWorker] | None:
-        if "critic" not in places:
+        if "critic" not in placements:
             return None
-        critic = await start("critic", lambda place: CriticWorker(place, config))
-        return await join_and_offload(critic, CriticWorker.set_residency, stages, config.fault_tolerance)
+        critic = await start("critic", lambda placement: CriticWorker(placement, config))
+        return await join_and_offload(critic, CriticWorker.set_residency, residency, config.fault_tolerance)
 
     async def start_models() -> Models:
-        if stages.takes_turns:  # one after the other: they may not fit on the devices together
+        if residency.offloads:  # one after the other: they may not fit on the devices together
             first = await start_actor(), await start_engines(), await start_reference(), await start_critic()
-            return *first, await start_scorers(config, executor, map, stages)
-        scoring = start_scorers(config, executor, map, stages)
+            return *first, await start_scorers(config, executor, map, residency)
+        scoring = start_scorers(config, executor, map, residency)
         return await asyncio.gather(start_actor(), start_engines(), start_reference(), start_critic(), scoring)
 
     try:
@@ -443,15 +449,15 @@ async def _start(
         kv_tokens=rollout.kv_cache_tokens,
         expected_tokens=config.longest_response / 2,
     )
-    for place in engines.places:
-        if stages.lowest("actor_infer", place.rank) != "all":
-            await router.drain(place.rank)
+    for placement in engines.places:
+        if residency.lowest("actor_infer", placement.rank) != "all":
+            await router.drain(placement.rank)
     pool = RolloutPool(
         rollouts, router, tries=rollout.max_attempts, scoring_most=config.reward.queue, deadline_s=executor.deadline_s
     )
     environments = environments_task.result()
     roles = Roles(
-        executor, stages, actor, reference, critic, engines, rewards, rollouts, environments, router, pool, scorers
+        executor, residency, actor, reference, critic, engines, rewards, rollouts, environments, router, pool, scorers
     )
     await roles.connect()
     return roles
@@ -460,13 +466,13 @@ async def _start(
 async def _restart(
     cluster: Cluster[G],
     set_residency: Callable[[G, Residency], Any],
-    stages: ResidencyTable,
+    residency: ResidencyTable,
     fault_tolerance: FaultToleranceConfig,
 ) -> None:
     """Restarts all workers of a role, in the state in which the run started them."""
     for ranks in cluster.units:
         await cluster.restart(ranks[0])
-    await join_and_offload(cluster, set_residency, stages, fault_tolerance)
+    await join_and_offload(cluster, set_residency, residency, fault_tolerance)
 
 
 def _raise_unless_worker_lost(results: Sequence[object]) -> None:

@@ -21,10 +21,10 @@ MIN_HANG_S = 20.0
 
 
 async def offload_at_start(
-    cluster: Cluster[W], set_residency: Callable[[W, Residency], Any], stages: ResidencyTable
+    cluster: Cluster[W], set_residency: Callable[[W, Residency], Any], residency: ResidencyTable
 ) -> Cluster[W]:
     """Offloads the workers to their lowest residency, to make space for others that start on the same devices."""
-    levels = [stages.lowest(cluster.role, place.rank) for place in cluster.places]
+    levels = [residency.lowest(cluster.role, placement.rank) for placement in cluster.places]
     moves = [(rank, level) for rank, level in enumerate(levels) if level != "all"]
     await asyncio.gather(*(cluster.call_rank(rank, set_residency, level) for rank, level in moves))
     return cluster
@@ -33,12 +33,12 @@ async def offload_at_start(
 async def join_and_offload(
     cluster: Cluster[G],
     set_residency: Callable[[G, Residency], Any],
-    stages: ResidencyTable,
+    residency: ResidencyTable,
     fault_tolerance: FaultToleranceConfig,
 ) -> Cluster[G]:
     """Joins the ranks of a sharded role, which then load their model, and offloads them to make space for other roles."""
     async with ending_dead_workers(fault_tolerance, cluster):
-        return await offload_at_start(await meet(cluster), set_residency, stages)
+        return await offload_at_start(await meet(cluster), set_residency, residency)
 
 
 @asynccontextmanager

@@ -47,7 +47,7 @@ def numbers(made: DeviceMap, role: str) -> list[list[tuple[int, int]]]:
 
 
 def places(made: DeviceMap, role: str) -> list[tuple[str, int, tuple[int, ...], str]]:
-    return [(place.device, place.threads, place.cores, place.node) for place in made.roles[role].places]
+    return [(place.device, place.threads, place.cores, place.node) for place in made.roles[role].placements]
 
 
 def said(inventory: Inventory, executor: str = "ray", *, reference: bool = False, **settings: Any) -> str:
@@ -70,7 +70,7 @@ def test_one_cpu_machine_has_one_free_worker_a_role(executor: str) -> None:
 def test_one_gpu_holds_all_models() -> None:
     made = mapped(ONE, "local", reference=True)
     assert {
-        place.device for role in ("actor_train", "actor_infer", "reference") for place in made.roles[role].places
+        place.device for role in ("actor_train", "actor_infer", "reference") for place in made.roles[role].placements
     } == {"cuda:0"}
     assert made.one_copy
     assert places(made, "reward") == [("cpu", 1, (), "id-0")]
@@ -81,9 +81,9 @@ def test_auto_on_eight_gpus_trains_on_the_first_and_generates_on_all() -> None:
     assert numbers(made, "actor_train") == [[(0, 0)]]
     assert numbers(made, "reference") == [[(0, 7)]]
     assert numbers(made, "actor_infer") == [[(0, n)] for n in range(8)]
-    assert [place.device for place in made.roles["actor_infer"].places] == [f"cuda:{n}" for n in range(8)]
-    assert {place.world_size for place in made.roles["actor_infer"].places} == {8}
-    assert {place.threads for place in made.roles["actor_infer"].places} == {4}
+    assert [place.device for place in made.roles["actor_infer"].placements] == [f"cuda:{n}" for n in range(8)]
+    assert {place.world_size for place in made.roles["actor_infer"].placements} == {8}
+    assert {place.threads for place in made.roles["actor_infer"].placements} == {4}
     assert made.kind == "partly shared"
     assert not made.one_copy
 
@@ -100,7 +100,7 @@ def test_engines_of_vllm_hold_their_weights_on_several_gpus_together() -> None:
     engines = {"devices": "2-7", "strategy": "vllm", "parallel": {"tensor": 2}}
     made = mapped(EIGHT, roles={"actor_infer": engines})
     assert numbers(made, "actor_infer") == [[(0, 2), (0, 3)], [(0, 4), (0, 5)], [(0, 6), (0, 7)]]
-    assert [(place.device, place.gpus) for place in made.roles["actor_infer"].places] == [
+    assert [(place.device, place.gpus) for place in made.roles["actor_infer"].placements] == [
         ("cuda:2", (2, 3)),
         ("cuda:4", (4, 5)),
         ("cuda:6", (6, 7)),
@@ -129,8 +129,8 @@ def test_auto_over_two_nodes() -> None:
     assert numbers(made, "actor_train") == [[(0, 0)]]
     assert numbers(made, "reference") == [[(1, 7)]]
     assert len(made.roles["actor_infer"].workers) == 16
-    assert [place.node for place in made.roles["actor_infer"].places] == ["id-0"] * 8 + ["id-1"] * 8
-    assert made.roles["actor_infer"].places[9].device == "cuda:1"
+    assert [place.node for place in made.roles["actor_infer"].placements] == ["id-0"] * 8 + ["id-1"] * 8
+    assert made.roles["actor_infer"].placements[9].device == "cuda:1"
     assert len(mapped(TWO, "local").inventory.nodes) == 1
 
 
@@ -173,13 +173,15 @@ def test_deterministic_roles_have_equal_threads() -> None:
     for threads, expected in ((0, 4), (3, 3)):
         made = mapped(CPU, roles=roles, deterministic=True, threads=threads)
         alone = mapped(CPU, "local", deterministic=True, threads=threads)
-        numeric = [p.threads for m in (made, alone) for r in ("actor_train", "actor_infer") for p in m.roles[r].places]
+        numeric = [
+            p.threads for m in (made, alone) for r in ("actor_train", "actor_infer") for p in m.roles[r].placements
+        ]
         assert set(numeric) == {expected}
 
 
 def test_deterministic_roles_have_equal_threads_on_unequal_nodes() -> None:
     made = mapped(machines((4, 0), (8, 0)), roles={"actor_infer": {"replicas": 2}}, deterministic=True, reference=True)
-    placed = [place for role in ("actor_train", "actor_infer", "reference") for place in made.roles[role].places]
+    placed = [place for role in ("actor_train", "actor_infer", "reference") for place in made.roles[role].placements]
     assert {place.node for place in placed} == {"id-0", "id-1"}
     assert {place.threads for place in placed} == {4}
 
@@ -188,13 +190,13 @@ def test_three_nodes_of_cores() -> None:
     made = mapped(THREE, reference=True, roles={"actor_infer": {"replicas": 4}, "rollout": {"replicas": 5, "cpus": 2}})
     assert places(made, "actor_train") == [("cpu", 4, (), "id-0")]
     assert places(made, "reference") == [("cpu", 4, (), "id-2")]
-    assert [(p.node, p.threads) for p in made.roles["actor_infer"].places] == [
+    assert [(p.node, p.threads) for p in made.roles["actor_infer"].placements] == [
         ("id-0", 2),
         ("id-1", 4),
         ("id-2", 4),
         ("id-0", 2),
     ]
-    assert [place.node for place in made.roles["rollout"].places] == ["id-0", "id-1", "id-2", "id-0", "id-1"]
+    assert [place.node for place in made.roles["rollout"].placements] == ["id-0", "id-1", "id-2", "id-0", "id-1"]
     spread = mapped(THREE, roles={"actor_infer": {"devices": "0-11", "replicas": 3}})
     assert numbers(spread, "actor_infer") == [[(n, c) for c in range(4)] for n in range(3)]
     later = mapped(THREE, devices="4-11", reference=True, roles={"actor_infer": {"replicas": 2}})
@@ -205,9 +207,9 @@ def test_three_nodes_of_cores() -> None:
 def test_process_roles_go_where_their_cores_are() -> None:
     made = mapped(TWO, roles={"reward": {"devices": "node1:0-3", "replicas": 3}, "rollout": {"replicas": 3}})
     assert places(made, "reward") == [("cpu", 1, (0, 1, 2, 3), "id-1")] * 3
-    assert [place.node for place in made.roles["rollout"].places] == ["id-0", "id-1", "id-0"]
+    assert [place.node for place in made.roles["rollout"].placements] == ["id-0", "id-1", "id-0"]
     both = mapped(TWO, roles={"reward": {"devices": "node0:0,node1:0-3", "replicas": 2}})
-    assert [place.cores for place in both.roles["reward"].places] == [(0,), (0, 1, 2, 3)]
+    assert [place.cores for place in both.roles["reward"].placements] == [(0,), (0, 1, 2, 3)]
 
 
 @pytest.mark.parametrize(
@@ -365,18 +367,18 @@ def test_every_placement_keeps_the_rules(layout: tuple[Inventory, Config]) -> No
         return
     for role, placed in made.roles.items():
         wanted = getattr(made_of.roles, role)
-        assert len(placed.workers) == len(placed.places) >= 1
+        assert len(placed.workers) == len(placed.placements) >= 1
         if wanted.replicas:
             assert len(placed.workers) == wanted.replicas
         if placed.mesh is not None:
             assert role in TRAIN_ROLES
             assert placed.strategy == "sharded"
-            assert {place.mesh for place in placed.places} == {placed.mesh}
+            assert {place.mesh for place in placed.placements} == {placed.mesh}
             assert placed.mesh.ranks == len(placed.workers)
             assert list(placed.workers) == sorted(placed.workers), "ranks are in the order of their devices"
         elif role in TRAIN_ROLES or made_of.executor == "local":
             assert len(placed.workers) == 1
-        for rank, (worker, place) in enumerate(zip(placed.workers, placed.places, strict=True)):
+        for rank, (worker, place) in enumerate(zip(placed.workers, placed.placements, strict=True)):
             assert len({(device.node, device.kind) for device in worker}) == 1
             node = made.inventory.nodes[worker[0].node]
             assert all(device.index < node.count(device.kind) for device in worker)
@@ -391,7 +393,9 @@ def test_every_placement_keeps_the_rules(layout: tuple[Inventory, Config]) -> No
                 assert place.device == "cpu"
                 assert place.cores in ((), tuple(device.index for device in worker))
     if made_of.deterministic:
-        numeric = [p.threads for role, placed in made.roles.items() if role not in PROCESS_ROLES for p in placed.places]
+        numeric = [
+            p.threads for role, placed in made.roles.items() if role not in PROCESS_ROLES for p in placed.placements
+        ]
         assert len(set(numeric)) == 1
 
 
@@ -401,7 +405,7 @@ SHARDED = {"strategy": "sharded"}
 def test_ranks_of_a_sharded_trainer_are_its_gpus_in_order() -> None:
     made = mapped(EIGHT, roles={"actor_train": {**SHARDED, "devices": "5,0-2"}})
     assert numbers(made, "actor_train") == [[(0, 0)], [(0, 1)], [(0, 2)], [(0, 5)]]
-    assert [(place.rank, place.device, place.world_size) for place in made.roles["actor_train"].places] == [
+    assert [(place.rank, place.device, place.world_size) for place in made.roles["actor_train"].placements] == [
         (0, "cuda:0", 4),
         (1, "cuda:1", 4),
         (2, "cuda:2", 4),
@@ -431,7 +435,7 @@ def test_critic_and_reward_model_shard_too() -> None:
     }
     made = make_map(config("ray", **settings), TWO, roles_in_use=ALWAYS | {"critic", "reward_model"})
     assert made.roles["critic"].mesh == MeshShape(1, 8)
-    assert {place.node for place in made.roles["critic"].places} == {"id-1"}
+    assert {place.node for place in made.roles["critic"].placements} == {"id-1"}
     assert made.roles["reward_model"].mesh == MeshShape(1, 2)
 
 
@@ -440,7 +444,7 @@ def test_replicas_of_the_parameters_are_runs_of_ranks() -> None:
     placed = made.roles["actor_train"]
     assert placed.mesh == MeshShape(2, 8)
     assert str(placed.mesh) == "2 replicas of 8 shards"
-    assert [place.node for place in placed.places] == ["id-0"] * 8 + ["id-1"] * 8
+    assert [place.node for place in placed.placements] == ["id-0"] * 8 + ["id-1"] * 8
     every = mapped(EIGHT, roles={"actor_train": {"devices": "0-7", "parallel": {"replicate": 8}}})
     assert every.roles["actor_train"].mesh == MeshShape(8, 1)
     assert str(every.roles["actor_train"].mesh) == "8 replicas of 1 shard"
@@ -459,9 +463,9 @@ def test_on_cores_replicas_are_ranks(executor: str) -> None:
 
 def test_ranks_on_cores_of_several_nodes_are_neighbours_on_each() -> None:
     made = mapped(THREE, roles={"actor_train": {**SHARDED, "replicas": 6, "parallel": {"replicate": 3}}})
-    assert [place.node for place in made.roles["actor_train"].places] == ["id-0"] * 2 + ["id-1"] * 2 + ["id-2"] * 2
+    assert [place.node for place in made.roles["actor_train"].placements] == ["id-0"] * 2 + ["id-1"] * 2 + ["id-2"] * 2
     numbered = mapped(THREE, roles={"actor_train": {**SHARDED, "devices": "0-11", "replicas": 6}})
-    assert [place.cores for place in numbered.roles["actor_train"].places] == [(0, 1), (2, 3)] * 3
+    assert [place.cores for place in numbered.roles["actor_train"].placements] == [(0, 1), (2, 3)] * 3
 
 
 def test_a_sharded_role_without_devices_has_all_gpus_or_as_many_as_ranks() -> None:
@@ -485,10 +489,10 @@ def test_in_one_process_an_engine_beside_ranks_has_weights_of_its_own(infer: dic
 def test_deterministic_ranks_do_not_crowd_the_cores(executor: str) -> None:
     roles = {"actor_train": {**SHARDED, "replicas": 2}}
     made = mapped(CPU, executor, reference=True, roles=roles, deterministic=True)
-    assert {p.threads for role in ("actor_train", "actor_infer", "reference") for p in made.roles[role].places} == {2}
-    assert [place.threads for place in made.roles["rollout"].places] == [1]
+    assert {p.threads for role in ("actor_train", "actor_infer", "reference") for p in made.roles[role].placements} == {2}
+    assert [place.threads for place in made.roles["rollout"].placements] == [1]
     written = mapped(CPU, executor, roles=roles, deterministic=True, threads=4)
-    assert {place.threads for place in written.roles["actor_train"].places} == {4}
+    assert {place.threads for place in written.roles["actor_train"].placements} == {4}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from roll.config.errors import UserError
 from roll.devices.inventory import Device, Inventory, Kind, this_machine
-from roll.devices.spec import format_devices, parse_devices, runs, there_are
+from roll.devices.spec import describe_devices, format_devices, format_ranges, parse_devices
 
 
 def machines(*counts: tuple[int, int]) -> Inventory:
@@ -147,14 +147,16 @@ def test_any_text_is_devices_or_a_users_error(text: str) -> None:
 
 @given(st.sets(st.integers(0, 40)))
 def test_runs_name_every_number(numbers: set[int]) -> None:
-    named = [range(int(p.split("-")[0]), int(p.split("-")[-1]) + 1) for p in runs(sorted(numbers)).split(",") if p]
+    named = [
+        range(int(p.split("-")[0]), int(p.split("-")[-1]) + 1) for p in format_ranges(sorted(numbers)).split(",") if p
+    ]
     assert [number for run in named for number in run] == sorted(numbers)
 
 
 def test_devices_have_short_names() -> None:
     assert EIGHT.name(Device(0, "gpu", 3)) == "gpu3"
     assert TWO.name(Device(1, "cpu", 3)) == "node1:cpu3"
-    assert there_are(EIGHT, cores=True) == "there are 32 devices here: 0-31 (cpu cores)"
+    assert describe_devices(EIGHT, cores=True) == "there are 32 devices here: 0-31 (cpu cores)"
 
 
 def test_this_machine_has_cores_and_memory() -> None:

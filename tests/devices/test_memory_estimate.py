@@ -39,7 +39,7 @@ from roll.devices.memory import (
 )
 from roll.devices.memory_inputs import JudgeWork, MemoryInputs, micro_batch_of
 from roll.devices.plan import Plan, check_memory, make_plan
-from roll.devices.residency import residency
+from roll.devices.residency import make_residency_table
 from roll.devices.run_requirements import rlvr_requirements
 from roll.engine.cache import SlotCache
 from roll.engine.kv_sizing import CacheShape
@@ -423,9 +423,9 @@ def planned(inventory: Inventory, **settings: Any) -> Plan:
     return make_plan(config, rlvr_requirements(config, load_tasks(config.tasks, None)), inventory)
 
 
-def parts_of(plan: Plan, pool: str, stage: Any) -> dict[tuple[str, str], int]:
+def parts_of(plan: Plan, pool: str, phase: Any) -> dict[tuple[str, str], int]:
     (found,) = [p for p in plan.memory.pools if p.name == pool]
-    return {(part.worker, part.what): part.bytes for part in plan.memory.parts[found, stage]}
+    return {(part.worker, part.what): part.bytes for part in plan.memory.parts[found, phase]}
 
 
 def test_the_parts_of_a_gpu() -> None:
@@ -504,7 +504,7 @@ def test_offloading_is_chosen_when_not_everything_fits() -> None:
 
     roomy = plan_of(box(gpus=1, gpu=80), executor="ray")
     assert not roomy.offload
-    assert "all roles together fit into 90%" in roomy.why
+    assert "all roles together fit into 90%" in roomy.offload_reason
     (gpu,) = [pool for pool in roomy.memory.pools if pool.gpu is not None]
     whole = roomy.memory.peak(gpu)[1]
     turns = plan_of(box(gpus=1, gpu=80), executor="ray", offload="always")
@@ -512,14 +512,14 @@ def test_offloading_is_chosen_when_not_everything_fits() -> None:
     between = (turns.memory.peak(gpu)[1] + whole) / 2 / GIB / 0.9
     tight = plan_of(box(gpus=1, gpu=between), executor="ray")
     assert tight.offload
-    assert "Roles take turns and leave shared devices" in tight.why
+    assert "Roles take turns and leave shared devices" in tight.offload_reason
     check_memory(tight)
     never = plan_of(box(gpus=1, gpu=between), executor="ray", offload="never")
     assert not never.offload
     with pytest.raises(UserError, match="write offload=auto"):
         check_memory(never)
     apart = plan_of(box(gpus=2, gpu=80), executor="ray", roles={"actor_train": "0", "actor_infer": "1"})
-    assert "no stage needs the devices" in apart.why
+    assert "no phase needs the devices" in apart.offload_reason
 
 
 def test_what_does_not_fit_is_said_with_what_to_write() -> None:
@@ -529,7 +529,7 @@ def test_what_does_not_fit_is_said_with_what_to_write() -> None:
         return str(caught.value)
 
     full = message(box(gpus=1, gpu=0.5), executor="ray", rollout={"max_running": 4096})
-    assert "in the stage generate this run needs about" in full
+    assert "in the phase generate this run needs about" in full
     assert "gpu0 has 0.5 GiB" in full
     assert "actor_infer[0]'s key-value cache" in full
     assert "write rollout.max_running=" in full
@@ -538,7 +538,7 @@ def test_what_does_not_fit_is_said_with_what_to_write() -> None:
 
     rollout = {"max_running": 1, "groups_per_step": 64}
     full = message(box(gpus=1, gpu=0.1), executor="ray", rollout=rollout, train=FIXED)
-    assert "in the stage train" in full
+    assert "in the phase train" in full
     assert "actor_train[0]'s activations of a micro-batch" in full
     value = int(full.rpartition("train.micro_batch_tokens=")[2])
     smaller = {**FIXED, "micro_batch_tokens": value}
@@ -617,9 +617,12 @@ def test_the_need_of_a_pool_is_that_of_its_fullest_stage() -> None:
     shape = llama(64, 160, 3, 4, 2, 128)
     dtypes = dict.fromkeys(("actor_train", "actor_infer"), torch.float32)
     found = estimate(
-        made, residency(made, False), ModelSize(shape, ModelShape.of(shape), dtypes), MemoryInputs.of(config, 8, 8)
+        made,
+        make_residency_table(made, False),
+        ModelSize(shape, ModelShape.of(shape), dtypes),
+        MemoryInputs.of(config, 8, 8),
     )
     (pool,) = found.pools
-    sums = {stage: sum(part.bytes for part in found.parts[pool, stage]) for stage in ("generate", "train", "publish")}
+    sums = {phase: sum(part.bytes for part in found.parts[pool, phase]) for phase in ("generate", "train", "publish")}
     assert found.peak(pool) == max(sums.items(), key=lambda item: item[1])
     assert all(isinstance(part, MemoryItem) and part.bytes >= 0 for parts in found.parts.values() for part in parts)

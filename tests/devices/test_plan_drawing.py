@@ -81,8 +81,8 @@ def test_turns_show_who_left() -> None:
     plan = planned(gpus=1, offload="always")
     (column,) = columns(plan)
     there = {
-        stage: {one.role: one.level for one in cell[0]}
-        for stage, cell in zip(plan.stages.stages, column.cells, strict=True)
+        phase: {one.role: one.level for one in cell[0]}
+        for phase, cell in zip(plan.residency.phases, column.cells, strict=True)
     }
     assert there == {
         "generate": {"actor_infer": "all"},
@@ -97,9 +97,9 @@ def test_turns_show_who_left() -> None:
 def test_cells_add_up_to_what_a_gpu_holds() -> None:
     plan = planned(gpus=2, algorithm={"kl_coef": 0.1})
     for column in columns(plan):
-        for stage, cell in zip(plan.stages.stages, column.cells, strict=True):
+        for phase, cell in zip(plan.residency.phases, column.cells, strict=True):
             for pool, residents in zip(column.pools, cell, strict=True):
-                assert sum(one.bytes for one in residents) == plan.memory.bytes(pool, stage)
+                assert sum(one.bytes for one in residents) == plan.memory.bytes(pool, phase)
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -228,7 +228,7 @@ def planned(gpu_mib: int, roles: dict[str, Any], gpus: int = 8) -> Plan:
 def test_ranks_that_do_not_fit_are_refused_with_the_line_to_write(gpu_mib: int, train: Any, instead: str) -> None:
     plan = planned(gpu_mib, {"actor_train": train, "actor_infer": "cpu"})
     assert plan.problem is not None
-    assert plan.problem.startswith("in the stage ")
+    assert plan.problem.startswith("in the phase ")
     assert instead in plan.problem
     with pytest.raises(UserError, match="actor_train"):
         check_memory(plan)

@@ -11,7 +11,7 @@ from roll.cluster import Cluster, Dispatch, LocalExecutor, Worker, WorkerPlaceme
 from roll.config import load_config
 from roll.devices.inventory import Inventory, Node
 from roll.devices.map import make_map
-from roll.devices.residency import residency
+from roll.devices.residency import make_residency_table
 from roll.pipeline.residency_manager import ResidencyManager
 from roll.pipeline.roles import Roles
 from roll.scheduler.router import Router
@@ -46,7 +46,7 @@ async def started(roles: dict[str, Any], *, offload: bool = True) -> tuple[Resid
     config = load_config({"executor": "ray", "roles": roles, "algorithm": {"kl_coef": 0.1}})
     inventory = Inventory((Node("node0", "", 8, 4, 1 << 40, 1 << 40),))
     map = make_map(config, inventory, roles_in_use={"actor_train", "actor_infer", "reference", "rollout", "reward"})
-    stages, moves, executor = residency(map, offload), [], LocalExecutor()
+    residency, moves, executor = make_residency_table(map, offload), [], LocalExecutor()
 
     def make(place: WorkerPlacement) -> Any:
         toy = Toy(place)
@@ -54,18 +54,18 @@ async def started(roles: dict[str, Any], *, offload: bool = True) -> tuple[Resid
         return toy
 
     clusters: dict[str, Any] = {
-        role: await Cluster.start(executor, make, map.roles[role].places)
+        role: await Cluster.start(executor, make, map.roles[role].placements)
         for role in ("actor_train", "actor_infer", "reference")
     }
     router = Router(len(clusters["actor_infer"]), deadline_s=20)
-    for place in map.roles["actor_infer"].places:
-        if stages.lowest("actor_infer", place.rank) != "all":
+    for place in map.roles["actor_infer"].placements:
+        if residency.lowest("actor_infer", place.rank) != "all":
             await router.drain(place.rank)
     unused: Any = None
     pool: Any = ToyPool()
     running = Roles(
         executor=executor,
-        stages=stages,
+        residency=residency,
         actor=clusters["actor_train"],
         engines=clusters["actor_infer"],
         rewards=unused,
@@ -87,11 +87,11 @@ def test_all_on_one_device_take_turns_and_make_room_first() -> None:
     async def main() -> None:
         turns, roles, moves = await started({"actor_train": 0, "actor_infer": 0, "reference": 0})
         rounds: dict[str, Moves] = {}
-        for stage in ("publish", "generate", "reference", "train", "publish", "generate"):
+        for phase in ("publish", "generate", "reference", "train", "publish", "generate"):
             before = len(moves)
-            await turns.enter(stage)  # type: ignore[arg-type]
-            rounds[stage] = moves[before:]
-            assert roles.router.inside == ({0} if stage == "generate" else set())
+            await turns.enter(phase)  # type: ignore[arg-type]
+            rounds[phase] = moves[before:]
+            assert roles.router.inside == ({0} if phase == "generate" else set())
         assert rounds["generate"] == [("actor_train[0]", "none"), ("actor_infer[0]", "all")]
         assert rounds["reference"] == [("actor_infer[0]", "none"), ("reference[0]", "all")]
         assert rounds["train"] == [("reference[0]", "none"), ("actor_train[0]", "all")]
@@ -104,8 +104,8 @@ def test_all_on_one_device_take_turns_and_make_room_first() -> None:
 def test_roles_apart_never_move(offload: bool) -> None:
     async def main() -> None:
         turns, roles, moves = await started({"actor_train": 0, "actor_infer": "1-2", "reference": 3}, offload=offload)
-        for stage in ("publish", "generate", "reference", "train", "publish"):
-            await turns.enter(stage)  # type: ignore[arg-type]
+        for phase in ("publish", "generate", "reference", "train", "publish"):
+            await turns.enter(phase)  # type: ignore[arg-type]
             assert roles.router.inside == {0, 1}
         assert moves == []
 

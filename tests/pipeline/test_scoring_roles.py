@@ -18,7 +18,7 @@ from roll.config.schema import Config
 from roll.devices.inventory import Inventory, Node
 from roll.devices.map import make_map
 from roll.devices.plan import make_plan
-from roll.devices.residency import residency
+from roll.devices.residency import make_residency_table
 from roll.pipeline.prepare import prepare
 from roll.pipeline.report import SilentReporter
 from roll.pipeline.resume import why_immutable
@@ -190,11 +190,11 @@ def test_models_that_reward_are_there_while_samples_are_made_and_leave_for_the_t
     config = gpus({"actor_train": 0, "actor_infer": 0, "reward_model": {"devices": "0"}}, liking)
     inventory = Inventory((Node("node0", "", 8, 2, 1 << 40, 1 << 40),))
     roles = {"actor_train", "actor_infer", "rollout", "reward", "reward_model", "judge"}
-    table = residency(make_map(config, inventory, roles_in_use=roles), offload=True)
-    assert table.stages == ("generate", "train", "publish")
-    assert [table.level(stage, "reward_model", 0) for stage in table.stages] == ["all", "none", "none"]
-    assert [table.level(stage, "actor_infer", 0) for stage in table.stages] == ["all", "none", "weights"]
-    assert [table.level(stage, "judge", 0) for stage in table.stages] == ["all", "all", "all"]  # on the other GPU
+    table = make_residency_table(make_map(config, inventory, roles_in_use=roles), offload=True)
+    assert table.phases == ("generate", "train", "publish")
+    assert [table.level(phase, "reward_model", 0) for phase in table.phases] == ["all", "none", "none"]
+    assert [table.level(phase, "actor_infer", 0) for phase in table.phases] == ["all", "none", "weights"]
+    assert [table.level(phase, "judge", 0) for phase in table.phases] == ["all", "all", "all"]  # on the other GPU
 
 
 def test_a_plan_shows_and_counts_both(liking: Path) -> None:
