@@ -168,7 +168,7 @@ class Arguments:
 
 
 @dataclass
-class _Sorted:
+class _SortedArguments:
     """Settings of the configuration, and objects."""
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -185,7 +185,7 @@ def arguments(
     settings: Mapping[str, Any],
 ) -> Arguments:
     """Sorts the arguments into settings of the configuration and objects."""
-    found = _Sorted(dict(settings))
+    found = _SortedArguments(dict(settings))
     if model is not None:
         found.settings["model"] = _model(model)
     if tasks is not None:
@@ -196,10 +196,10 @@ def arguments(
         _sort_source(found, "chats", chats, DataConfig, given_chats)
     if reward is not None:
         _sort_reward(found, reward)
-    made = load_config({} if config is None else config, found.settings)
+    loaded = load_config({} if config is None else config, found.settings)
     if overrides != ():
-        made = load_config(made, overrides)
-    return Arguments(made, **found.objects)
+        loaded = load_config(loaded, overrides)
+    return Arguments(loaded, **found.objects)
 
 
 def _model(model: Any) -> Any:
@@ -219,7 +219,11 @@ def _model(model: Any) -> Any:
 
 
 def _sort_source(
-    found: _Sorted, what: str, given: Any, section: type[TasksConfig | DataConfig], source_of: Callable[[Any], Any]
+    found: _SortedArguments,
+    what: str,
+    given: Any,
+    section: type[TasksConfig | DataConfig],
+    source_of: Callable[[Any], Any],
 ) -> None:
     """Sorts the source of tasks or conversations: a name or settings, or an object instead of a name."""
     key = "tasks" if section is TasksConfig else "data"
@@ -237,20 +241,20 @@ def _sort_source(
     found.settings[key] = written
 
 
-def _sort_reward(found: _Sorted, given: Any) -> None:
+def _sort_reward(found: _SortedArguments, given: Any) -> None:
     """Sorts the reward: a name or settings; a function; or several of these."""
-    alone = {"name": RewardConfig().name, "options": {}, "parts": {}}
+    defaults = {"name": RewardConfig().name, "options": {}, "parts": {}}
     if isinstance(given, RewardConfig):
         given = given.model_dump()
     if isinstance(given, str | PurePath):
-        found.settings["reward"] = {**alone, "name": os.fspath(given)}
+        found.settings["reward"] = {**defaults, "name": os.fspath(given)}
     elif isinstance(given, Mapping) and set(given) & set(RewardConfig.model_fields):
         _sort_reward_settings(found, dict(given))
     elif isinstance(given, Mapping | list | tuple):
         parts = dict(given) if isinstance(given, Mapping) else _named(given)
         _sort_reward_settings(found, {"parts": parts})
     elif callable(given):
-        found.settings["reward"] = alone
+        found.settings["reward"] = defaults
         found.objects["reward"] = given
     else:
         raise UserError(
@@ -274,7 +278,7 @@ def _named(given: Sequence[Any]) -> dict[str, Any]:
     return parts
 
 
-def _sort_reward_settings(found: _Sorted, written: dict[str, Any]) -> None:
+def _sort_reward_settings(found: _SortedArguments, written: dict[str, Any]) -> None:
     """Sorts settings of the reward, in which functions may replace names."""
     if callable(written.get("name")):
         found.objects["reward"] = _with_options(written.pop("name"), written.pop("options", {}))
@@ -333,7 +337,7 @@ def _of_run(config: ConfigLike, code: Code | None) -> ConfigLike:
         return config
     from roll.pipeline.run_code import config_of_run
 
-    found, said = config_of_run(Path(config), code=code)
-    if said:
-        print_line(said)
+    found, message = config_of_run(Path(config), code=code)
+    if message:
+        print_line(message)
     return found

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import orjson
 
-from roll.config.file_modes import like_its_folder
+from roll.config.file_modes import inherit_folder_mode
 from roll.config.secrets import KNOWN
 
 # Fast on processors with SHA instructions (1.5 GB/s and more), and collisions are practically impossible.
@@ -27,7 +27,7 @@ def atomic_open(path: Path) -> Iterator[IO[bytes]]:
     aside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         with aside.open("wb") as file:
-            like_its_folder(aside)
+            inherit_folder_mode(aside)
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -19,7 +19,7 @@ import roll
 from roll import Chat, Response, Task, UserError, load_config
 from roll.api import Arguments, arguments
 from roll.config import changed_keys
-from roll.config.hints import command_line, option, resuming
+from roll.config.hints import command_line, option, resume_command
 from roll.pipeline.prepare import prepare
 from roll.run import RunFolder
 
@@ -297,11 +297,11 @@ def test_no_model_object_is_taken() -> None:
 def test_errors_are_spelled_as_the_user_writes(tmp_path: Path) -> None:
     assert option("resume") == "resume=True"
     assert option("code", "run") == 'code="run"'
-    assert resuming("a.yaml") == 'roll.train("a.yaml", resume=True)'
+    assert resume_command("a.yaml") == 'roll.train("a.yaml", resume=True)'
     with command_line():
         assert option("resume") == "--resume"
         assert option("code", "run") == "--code run"
-        assert resuming("a.yaml") == "roll train a.yaml --resume"
+        assert resume_command("a.yaml") == "roll train a.yaml --resume"
     RunFolder.create(tmp_path / "run", "").ledger_path.touch()
     with pytest.raises(UserError, match="write resume=True to continue it, restart=True to move it"):
         roll.train(model="tiny", tasks="echo", run=tmp_path / "run")

@@ -19,7 +19,7 @@ from roll.cluster.process_main import NUMBER, CallMessage, CloseMessage, StartMe
 from roll.cluster.worker import SharedArguments, Worker, WorkerPlacement
 from roll.cluster.worker_runtime import CallResult, StartInfo, unsent
 from roll.config.errors import RunError
-from roll.config.file_modes import like_its_folder
+from roll.config.file_modes import inherit_folder_mode
 from roll.process.bounded_log import LIMIT_BYTES
 from roll.process.child_main import command
 from roll.process.framing import HEADER
@@ -84,7 +84,7 @@ class ProcessHandle:
     async def _process(self) -> _Connection:
         if self._log is not None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
-            like_its_folder(self._log.parent)
+            inherit_folder_mode(self._log.parent)
         child = await ManagedProcess.start(_COMMAND, self._log, _environment(self.placement), self._log_bytes)
         return _Connection(child, self.placement.name, self._log)
 

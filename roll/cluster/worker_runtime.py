@@ -23,7 +23,7 @@ import cloudpickle
 from roll.cluster.errors import CallFailure
 from roll.cluster.worker import Dispatch, DispatchSpec, Worker, WorkerPlacement, crowded_methods, parallel_of
 from roll.config.errors import RunError, UserError
-from roll.config.file_modes import like_its_folder
+from roll.config.file_modes import inherit_folder_mode
 from roll.config.secrets import print_no_secrets
 from roll.data.batch import Batch
 from roll.data.remote_columns import ColumnBlock, Columns, RemoteRef, TokenColumn, block_to_remote, to_remote
@@ -177,9 +177,9 @@ def _write_output_to(log: Path, limit_bytes: int) -> None:
     """Redirects stdout and stderr of this process to a log of at most `limit_bytes`."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
-        like_its_folder(log.parent)
+        inherit_folder_mode(log.parent)
         log.touch()
-        like_its_folder(log)
+        inherit_folder_mode(log)
         writing = start_writer(log, limit_bytes)
     except OSError as error:
         raise UserError(

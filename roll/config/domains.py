@@ -42,9 +42,9 @@ class DomainConfig(Section):
 
     def rollout(self, common: RolloutConfig) -> RolloutConfig:
         """How the domain's samples are made."""
-        own = {name: getattr(self, name) for name in OWN}
-        return common.model_copy(update={name: value for name, value in own.items() if value is not None})
+        overrides = {name: getattr(self, name) for name in OVERRIDES}
+        return common.model_copy(update={name: value for name, value in overrides.items() if value is not None})
 
 
-OWN = ("max_new_tokens", "temperature", "stop", "filter", "filter_range")
+OVERRIDES = ("max_new_tokens", "temperature", "stop", "filter", "filter_range")
 """Settings of `rollout` that a domain may have for itself."""

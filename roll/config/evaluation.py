@@ -95,32 +95,33 @@ class EvalConfig(Section):
 
     def settings(self, name: str = HELD_OUT) -> EvalSettings:
         """How a set is evaluated."""
-        own = self.sets.get(name)
+        set_config = self.sets.get(name)
         fields = EvalSettings.__dataclass_fields__
-        chosen = {field: None if own is None else getattr(own, field) for field in fields}
-        return EvalSettings(**{f: getattr(self, f) if value is None else value for f, value in chosen.items()})
+        values = {field: None if set_config is None else getattr(set_config, field) for field in fields}
+        return EvalSettings(**{f: getattr(self, f) if value is None else value for f, value in values.items()})
 
 
 def check_evaluation(config: EvalConfig, domains: bool) -> None:
     """`ValueError` where the settings of evaluations do not go together; `domains`: the run has some."""
     for name in config.sets or (HELD_OUT,):
-        own = config.settings(name)
+        settings = config.settings(name)
         where = f"eval.sets.{name}" if config.sets else "eval"
-        for field, values in (("pass_at", own.pass_at), ("majority_at", own.majority_at)):
-            if values and max(values) > own.attempts:
+        for field, values in (("pass_at", settings.pass_at), ("majority_at", settings.majority_at)):
+            if values and max(values) > settings.attempts:
                 raise ValueError(
-                    f"{where}.{field} has {max(values)}, but {_written(config, name, 'attempts')} is {own.attempts}: "
-                    f"write {where}.attempts={max(values)} or more, or smaller numbers"
+                    f"{where}.{field} has {max(values)}, but {_setting_name(config, name, 'attempts')} is "
+                    f"{settings.attempts}: write {where}.attempts={max(values)} or more, or smaller numbers"
                 )
-        if 0 < own.samples < own.attempts:
+        if 0 < settings.samples < settings.attempts:
             raise ValueError(
-                f"{_written(config, name, 'samples')} is {own.samples}, fewer than {_written(config, name, 'attempts')}="
-                f"{own.attempts} at one task: write {where}.samples={own.attempts} or more, or 0 for all tasks"
+                f"{_setting_name(config, name, 'samples')} is {settings.samples}, fewer than "
+                f"{_setting_name(config, name, 'attempts')}={settings.attempts} at one task: write "
+                f"{where}.samples={settings.attempts} or more, or 0 for all tasks"
             )
-        if own.attempts > 1 and own.temperature == 0:
+        if settings.attempts > 1 and settings.temperature == 0:
             raise ValueError(
-                f"{_written(config, name, 'temperature')} is 0, where all {own.attempts} attempts at a task are the same"
-                f": write {where}.temperature=1, or {where}.attempts=1"
+                f"{_setting_name(config, name, 'temperature')} is 0, where all {settings.attempts} attempts at a task "
+                f"are the same: write {where}.temperature=1, or {where}.attempts=1"
             )
     for name, each in config.sets.items():
         if domains and each.reward is None:
@@ -130,7 +131,7 @@ def check_evaluation(config: EvalConfig, domains: bool) -> None:
             )
 
 
-def _written(config: EvalConfig, name: str, field: str) -> str:
+def _setting_name(config: EvalConfig, name: str, field: str) -> str:
     """The setting that decides a field for a set."""
-    own = config.sets.get(name)
-    return f"eval.{field}" if own is None or getattr(own, field) is None else f"eval.sets.{name}.{field}"
+    set_config = config.sets.get(name)
+    return f"eval.{field}" if set_config is None or getattr(set_config, field) is None else f"eval.sets.{name}.{field}"

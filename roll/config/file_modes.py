@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def like_its_folder(path: Path) -> None:
+def inherit_folder_mode(path: Path) -> None:
     """Makes a file or a folder as readable as the folder that it is in; a link, and what is somebody else's, stays."""
     with suppress(PermissionError, FileNotFoundError):
         now, allowed = path.lstat().st_mode, path.parent.stat().st_mode & 0o777
@@ -20,9 +20,9 @@ def like_its_folder(path: Path) -> None:
             path.chmod(allowed)
 
 
-def tree_like_its_folder(path: Path) -> None:
+def inherit_folder_mode_recursively(path: Path) -> None:
     """The same for a folder and all that is in it."""
-    like_its_folder(path)
+    inherit_folder_mode(path)
     for folder, folders, files in os.walk(path):
         for name in (*folders, *files):
-            like_its_folder(Path(folder, name))
+            inherit_folder_mode(Path(folder, name))

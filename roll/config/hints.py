@@ -32,7 +32,7 @@ def option(name: str, value: str = "") -> str:
     return f'{name}="{value}"' if value else f"{name}=True"
 
 
-def resuming(config: str | Path) -> str:
+def resume_command(config: str | Path) -> str:
     """What continues the run of a config file."""
     command = f"roll train {shlex.quote(str(config))} --resume"
     return command if _on_command_line.get(False) else f'roll.train("{config}", resume=True)'

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
-def lazily(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+def lazily(package: str, names_by_module: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
     """A package's `__getattr__`. `homes` says which module each of its names is in."""
-    home_of = {name: home for home, names in homes.items() for name in names}
+    module_of = {name: module for module, names in names_by_module.items() for name in names}
 
     def get(name: str) -> Any:
-        if name not in home_of:
+        if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(home_of[name]), name)
+        return getattr(importlib.import_module(module_of[name]), name)
 
     return get

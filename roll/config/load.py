@@ -13,15 +13,24 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from roll.config.error_messages import Mistake, Origin, bare, mistakes_of, origin_at, shown, unfit, unknown
+from roll.config.error_messages import (
+    Mistake,
+    Origin,
+    format_bare_value,
+    format_value,
+    mistakes_of,
+    origin_at,
+    unknown_key,
+    wrong_value,
+)
 from roll.config.errors import UserError
 from roll.config.renames import config_of_run
-from roll.config.root import is_object, moved_root, names_in, relocated, run_of, with_names
+from roll.config.root import is_object, moved_root, names_in, rebased_name, run_of, with_names
 from roll.config.schema import Config, Section
-from roll.config.schema_tree import UNKNOWN, child, dotted, plain, section_in, type_at
-from roll.config.secrets import KNOWN, hidden, redacted, secrets_in
+from roll.config.schema_tree import UNKNOWN, child_type, dotted, section_in, type_at, unwrapped
+from roll.config.secrets import KNOWN, redacted, redacted_with_references, secrets_in
 from roll.config.suggest import either, near
-from roll.config.yaml_document import MOST_BYTES, Document, Path, YamlError, parse, write
+from roll.config.yaml_document import MAX_BYTES, Document, Path, YamlError, parse, write
 
 _OVERRIDE_CHARS = 120
 _PIPE_WAIT_S = 10
@@ -53,12 +62,12 @@ def _load(source: Any, overrides: Any) -> Config:
         for number, (name, value) in enumerate(overrides.items()):
             draft.set(name, value, Origin(_OVERRIDES_RANK + number, ""))
         return draft.finish()
-    for number, text in enumerate(_texts(overrides)):
-        draft.override(text, Origin(_OVERRIDES_RANK + number, f"override {_cut(text)}"))
+    for number, text in enumerate(_override_texts(overrides)):
+        draft.override(text, Origin(_OVERRIDES_RANK + number, f"override {_shortened(text)}"))
     return draft.finish()
 
 
-def _cut(text: str) -> str:
+def _shortened(text: str) -> str:
     """An override as messages show it: on one line that can be read, without secrets."""
     key, equals, value = text.partition("=")
     KNOWN.learn(value, name := key.rpartition(".")[2])
@@ -66,7 +75,7 @@ def _cut(text: str) -> str:
     return line if len(line) <= _OVERRIDE_CHARS else f"{line[: _OVERRIDE_CHARS - 1]}…"
 
 
-def _texts(overrides: Any) -> list[str]:
+def _override_texts(overrides: Any) -> list[str]:
     """Overrides that are a list of texts, and nothing else."""
     form = 'write a list of "key.sub=value", as in ["train.lr=1e-5"], or a dict, as in {"train.lr": 1e-5}'
     if isinstance(overrides, str) or not isinstance(overrides, Iterable):
@@ -87,7 +96,7 @@ def dump_config(config: Config) -> str:
         raise UserError(f"the configuration cannot be written as YAML: {error}") from None
 
 
-def saved_without_secrets(config_yaml: str) -> str:
+def redacted_config_yaml(config_yaml: str) -> str:
     """A saved configuration, of an older version perhaps, without the secrets that are written out in it."""
     data = parse(config_yaml).data
     return write(redacted(data)) if secrets_in(data) else config_yaml
@@ -104,15 +113,17 @@ def _differing(a: Section, b: Section, above: Path) -> Iterator[Path]:
         left, right = getattr(a, name), getattr(b, name)
         if isinstance(left, Section) and type(left) is type(right):
             yield from _differing(left, right, (*above, name))
-        elif left != right and hidden(_plain(left), name) != hidden(_plain(right), name):
+        elif left != right and redacted_with_references(_as_plain_data(left), name) != redacted_with_references(
+            _as_plain_data(right), name
+        ):
             yield (*above, name)
 
 
-def _plain(value: Any) -> Any:
+def _as_plain_data(value: Any) -> Any:
     """Sections under names as the mappings that they are."""
     if isinstance(value, Section):
         return value.model_dump()
-    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+    return {key: _as_plain_data(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 class _Draft:
@@ -124,7 +135,7 @@ class _Draft:
     def __init__(self, source: Any) -> None:
         self.mistakes: list[Mistake] = []
         self.origins: dict[Path, Origin] = {}
-        self.whole = Origin(0, "")
+        self.default_origin = Origin(0, "")
         self.file: FilePath | None = None
         data: Any = source
         if not isinstance(source, (str, PurePath, Mapping, Config)):
@@ -136,18 +147,18 @@ class _Draft:
             self.file = FilePath(os.path.abspath(source))
             document = _read(FilePath(source))
             data = document.data if run_of(self.file) is None else config_of_run(document.data)
-            self.whole = Origin(0, str(source))
+            self.default_origin = Origin(0, str(source))
             self.origins = {path: self._on_line(line) for path, line in document.lines.items()}
             for path, line, first in document.repeated:
                 text = f"{dotted(path)} is written twice, first on line {first}: keep one"
                 self.mistakes.append(Mistake(self._on_line(line), text))
-        tree = _written_out(data, Config)
+        tree = _expanded(data, Config)
         if not isinstance(tree, dict):
-            raise UserError(f"{source} holds {shown(data)}, but takes settings, each on a line: `seed: 1`")
+            raise UserError(f"{source} holds {format_value(data)}, but takes settings, each on a line: `seed: 1`")
         self.tree: dict[Any, Any] = tree
 
     def _on_line(self, line: int) -> Origin:
-        return Origin(line, f"{self.whole.label}:{line}")
+        return Origin(line, f"{self.default_origin.label}:{line}")
 
     def override(self, text: str, origin: Origin) -> None:
         """Apply one `key.sub=value`."""
@@ -160,7 +171,7 @@ class _Draft:
             return self._refuse(origin, "an override is written key.sub=value, as in train.lr=1e-5")
         kind = type_at(path)
         if kind is UNKNOWN:
-            return self._refuse(origin, unknown(path))
+            return self._refuse(origin, unknown_key(path))
         if not equals or not raw:
             example = f"as in {name}={_example(path)}" if section_in(kind) is None else "as in train.lr=1e-5"
             return self._refuse(origin, f"{name} has no value: an override is written key=value, {example}")
@@ -174,30 +185,30 @@ class _Draft:
         """Apply one setting, or a section's settings, of a Python program."""
         path: Path = tuple(name.split(".")) if isinstance(name, str) else (name,)
         if type_at(path) is UNKNOWN:
-            return self._refuse(origin, unknown(path))
+            return self._refuse(origin, unknown_key(path))
         return self._set(path, value, origin)
 
     def _set(self, path: Path, value: Any, origin: Origin) -> None:
         kind = type_at(path)
-        tree = _written_out(value, kind)
+        tree = _expanded(value, kind)
         if section_in(kind) and (value is None or not isinstance(tree, dict)):
-            return self._refuse(origin, unfit(path, value))
-        return self._put(path, tree, origin)
+            return self._refuse(origin, wrong_value(path, value))
+        return self._assign(path, tree, origin)
 
     def _refuse(self, origin: Origin, text: str) -> None:
         self.mistakes.append(Mistake(origin, text))
 
-    def _put(self, path: Path, value: Any, origin: Origin) -> None:
+    def _assign(self, path: Path, value: Any, origin: Origin) -> None:
         """Set one value; a section's settings are set one by one, so that the others stay."""
         if section_in(type_at(path)) and isinstance(value, dict):
             for key, part in value.items():
-                self._put((*path, key), part, origin)
+                self._assign((*path, key), part, origin)
             return
         node = self.tree
         for end in range(1, len(path)):
             inner = node.setdefault(path[end - 1], {})
             if not isinstance(inner, dict):
-                self._refuse(origin, f"{dotted(path[:end])} is {shown(inner)} and holds no other values")
+                self._refuse(origin, f"{dotted(path[:end])} is {format_value(inner)} and holds no other values")
                 return
             node = inner
         node[path[-1]] = value
@@ -209,43 +220,43 @@ class _Draft:
         """The validated configuration, or a `UserError` with every mistake."""
         KNOWN.learn_environment()
         KNOWN.learn(self.tree)
-        for path, value in _not_numbers(self.tree, ()):
-            kind = plain(type_at(path))
+        for path, value in _bools_and_nans(self.tree, ()):
+            kind = unwrapped(type_at(path))
             if isinstance(value, float) and kind is not float:
                 text = f"{dotted(path)} is .nan, which is no value of any setting: write a number"
-                self.mistakes.append(Mistake(origin_at(path, self.origins, self.whole), text))
+                self.mistakes.append(Mistake(origin_at(path, self.origins, self.default_origin), text))
             elif kind in (int, float):
-                origin = origin_at(path, self.origins, self.whole)
-                self.mistakes.append(Mistake(origin, unfit(path, value)))
+                origin = origin_at(path, self.origins, self.default_origin)
+                self.mistakes.append(Mistake(origin, wrong_value(path, value)))
         config = None
         try:
             config = Config.model_validate(self.tree)
         except ValidationError as error:
-            self.mistakes += mistakes_of(error, self.origins, self.whole)
+            self.mistakes += mistakes_of(error, self.origins, self.default_origin)
         if config is None or self.mistakes:
             ordered = sorted(self.mistakes, key=lambda mistake: mistake.origin.rank)
             raise UserError("\n".join(dict.fromkeys(map(str, ordered))))
-        return self._rooted(config)
+        return self._with_root(config)
 
-    def _rooted(self, config: Config) -> Config:
+    def _with_root(self, config: Config) -> Config:
         """The config with its root, from which names in the file and in overrides are both found."""
         run = run_of(self.file)
-        here = self.file is None or self._overridden(("root",)) or (run is not None and not config.root)
-        beside = os.getcwd() if here else str(cast(FilePath, self.file).parent)
-        root = os.path.normpath(os.path.join(beside, os.path.expanduser(config.root)))
+        from_working_directory = self.file is None or self._overridden(("root",)) or (run is not None and not config.root)
+        base = os.getcwd() if from_working_directory else str(cast(FilePath, self.file).parent)
+        root = os.path.normpath(os.path.join(base, os.path.expanduser(config.root)))
         if run is not None:
             root = root if os.path.isdir(root) else moved_root(run) or root
             config = config if self._overridden(("run", "dir")) else _in_folder(config, run)
         found = {}
         for name in names_in(config):
             if self._overridden(name.keys):
-                found[name.keys] = relocated(name, os.getcwd(), root)
+                found[name.keys] = rebased_name(name, os.getcwd(), root)
             elif run is not None and is_object(name.value):
                 found[name.keys] = os.path.join(run, name.value)
         return with_names(config.model_copy(update={"root": root}), found)
 
     def _overridden(self, path: Path) -> bool:
-        return origin_at(path, self.origins, self.whole).rank >= _OVERRIDES_RANK
+        return origin_at(path, self.origins, self.default_origin).rank >= _OVERRIDES_RANK
 
 
 def _in_folder(config: Config, run: FilePath) -> Config:
@@ -265,27 +276,27 @@ def _read(path: FilePath) -> Document:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except YamlError as error:
-        place = f":{error.line}" + (f":{error.column}" if error.column else "") if error.line else ""
-        raise UserError(f"{path}{place}: not readable as YAML: {error.problem}") from None
+        position = f":{error.line}" + (f":{error.column}" if error.column else "") if error.line else ""
+        raise UserError(f"{path}{position}: not readable as YAML: {error.problem}") from None
 
 
 def _bytes_of(path: FilePath) -> bytes:
     """What a file or a pipe holds, as much of it as a configuration may be long."""
-    with open(path, "rb", buffering=0, opener=_without_waiting) as file:
+    with open(path, "rb", buffering=0, opener=_open_nonblocking) as file:
         kind = os.fstat(file.fileno()).st_mode
         if not stat.S_ISREG(kind) and not stat.S_ISFIFO(kind):
             raise UserError(f"{path} is a device, but a configuration is a YAML file")
         parts: list[bytes] = []
-        while sum(map(len, parts)) <= MOST_BYTES:
+        while sum(map(len, parts)) <= MAX_BYTES:
             if not select.select([file], [], [], _PIPE_WAIT_S)[0]:
                 raise UserError(f"{path} is a pipe that nobody has written to for {_PIPE_WAIT_S} s: write to a YAML file")
-            if not (part := file.read(MOST_BYTES + 1)):
+            if not (part := file.read(MAX_BYTES + 1)):
                 break
             parts.append(part)
     return b"".join(parts)
 
 
-def _without_waiting(path: str, flags: int) -> int:
+def _open_nonblocking(path: str, flags: int) -> int:
     """Opens a pipe also while nobody writes to it."""
     return os.open(path, flags | os.O_NONBLOCK)
 
@@ -313,7 +324,7 @@ def _files_in(folder: FilePath) -> str:
     return f"; there is {', '.join(files)}" if files else ""
 
 
-def _written_out(value: Any, kind: Any) -> Any:
+def _expanded(value: Any, kind: Any) -> Any:
     """A copy in plain types, with short forms expanded and empty sections as empty mappings."""
     section = section_in(kind)
     if isinstance(value, Section):
@@ -323,9 +334,9 @@ def _written_out(value: Any, kind: Any) -> Any:
     if section and section.short and not isinstance(value, (Mapping, list, tuple)):
         value = {section.short: value}
     if isinstance(value, Mapping):
-        return {key: _written_out(item, child(kind, key)) for key, item in value.items()}
+        return {key: _expanded(item, child_type(kind, key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_written_out(item, child(kind, position)) for position, item in enumerate(value)]
+        return [_expanded(item, child_type(kind, position)) for position, item in enumerate(value)]
     if hasattr(value, "__index__") and not isinstance(value, int):
         return int(value)  # of NumPy, say
     return str(value) if isinstance(value, PurePath) else value
@@ -335,7 +346,7 @@ def _override_value(path: Path, raw: str) -> Any:
     """The value an override means: YAML, except that what goes to a text setting is taken as it was typed."""
     section = section_in(type_at(path))
     target = (*path, section.short) if section and section.short else path
-    is_text = plain(type_at(target)) is str
+    is_text = unwrapped(type_at(target)) is str
     try:
         document = parse(raw)
     except YamlError:
@@ -353,17 +364,17 @@ def _example(path: Path) -> str:
     """A setting's default as it would be written in an override."""
     section = section_in(type_at(path[:-1]))
     default = section.model_fields[str(path[-1])].get_default(call_default_factory=True) if section else 1
-    return bare(default)
+    return format_bare_value(default)
 
 
-def _not_numbers(value: Any, path: Path) -> Iterator[tuple[Path, bool | float]]:
+def _bools_and_nans(value: Any, path: Path) -> Iterator[tuple[Path, bool | float]]:
     """Every true and false, which Python would let pass for 1 and 0, and every NaN, also in options of users' code: it
     equals nothing, so that no run with one could be resumed."""
     if isinstance(value, bool) or (isinstance(value, float) and math.isnan(value)):
         yield path, value
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from _not_numbers(item, (*path, key))
+            yield from _bools_and_nans(item, (*path, key))
     elif isinstance(value, list):
         for position, item in enumerate(value):
-            yield from _not_numbers(item, (*path, position))
+            yield from _bools_and_nans(item, (*path, position))

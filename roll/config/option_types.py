@@ -15,8 +15,8 @@ def check_types(function: Callable[..., Any], options: Mapping[str, Any], where:
     after in the message. Loads pydantic: environment and grader processes do without."""
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-    from roll.config.error_messages import shown
-    from roll.config.schema_tree import choices, words
+    from roll.config.error_messages import format_value
+    from roll.config.schema_tree import choices, describe_type
     from roll.config.suggest import near
 
     def takes(kind: Any, value: Any) -> bool:
@@ -40,4 +40,6 @@ def check_types(function: Callable[..., Any], options: Mapping[str, Any], where:
     for option in (option for option in options if option in hints):
         kind, value = hints[option], options[option]
         if not takes(kind, value):
-            raise UserError(f"{where}{option} is {shown(value)}, but takes {words(kind)}{hint(kind, value)}")
+            raise UserError(
+                f"{where}{option} is {format_value(value)}, but takes {describe_type(kind)}{hint(kind, value)}"
+            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from roll.config import schema_tree
-from roll.config.error_messages import bare
+from roll.config.error_messages import format_bare_value
 from roll.config.schema import Config, Section
 from roll.config.yaml_document import Path
 
@@ -85,15 +85,19 @@ def _section(section: type[Section], path: Path) -> str:
                 f"[{key}](#{schema_tree.dotted(here).replace('.', '').lower()})",
                 "a section",
                 "",
-                schema_tree.describe(info),
+                schema_tree.doc_of(info),
             ]
         elif schema_tree.named_section_in(info.annotation):
             link = schema_tree.dotted((*here, schema_tree.ANY_NAME))
-            cells = [key, f"[sections by name](#{link.replace('.', '').lower()})", "`{}`", schema_tree.describe(info)]
+            cells = [key, f"[sections by name](#{link.replace('.', '').lower()})", "`{}`", schema_tree.doc_of(info)]
         else:
-            takes = schema_tree.words(info.rebuild_annotation()).removeprefix("a ")
-            default = "required" if info.is_required() else f"`{bare(info.get_default(call_default_factory=True))}`"
-            cells = [key, takes, default, schema_tree.describe(info)]
+            takes = schema_tree.describe_type(info.rebuild_annotation()).removeprefix("a ")
+            default = (
+                "required"
+                if info.is_required()
+                else f"`{format_bare_value(info.get_default(call_default_factory=True))}`"
+            )
+            cells = [key, takes, default, schema_tree.doc_of(info)]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -47,7 +47,7 @@ class RewardRule(Section):
         return " + ".join(self.parts) or self.name
 
     @property
-    def asked(self) -> dict[str, str]:
+    def model_roles(self) -> dict[str, str]:
         """The roles whose models give parts of the reward, by the part's name; empty for a whole reward."""
         named = {name: (part.name, part.options) for name, part in self.parts.items()} or {"": (self.name, self.options)}
         return {

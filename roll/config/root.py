@@ -28,7 +28,7 @@ Kind: TypeAlias = Literal["code", "file", "dataset", "model", "run"]
 """`code` is `module:name` or `file.py:name`; a `dataset` is a folder or one of the hub; a `model` is a folder, a file or
 one of the hub; a `run` is the folder of one."""
 
-MADE_BY_NAME = ("tiny", "smollm2-135m")
+BUILTIN_MODELS = ("tiny", "smollm2-135m")
 """Models that no folder is looked for."""
 HUB = "hf:"
 TABLE_FILES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
@@ -54,14 +54,14 @@ class Name:
         """The file that it names as it is written; empty for a module, whose file is where Python finds it."""
         if self.kind != "code":
             return self.value.removeprefix(HUB)
-        place = self.value.rpartition(":")[0]
-        return place if is_file_of_code(place) else ""
+        module_or_file = self.value.rpartition(":")[0]
+        return module_or_file if is_file_of_code(module_or_file) else ""
 
 
 def is_code(name: str) -> bool:
     """Whether a name is one of user code: `module:name` or `file.py:name`."""
-    place, _, attribute = name.rpartition(":")
-    return bool(place and attribute) and name.partition(":")[0] not in _LIBRARIES
+    module_or_file, _, attribute = name.rpartition(":")
+    return bool(module_or_file and attribute) and name.partition(":")[0] not in _LIBRARIES
 
 
 def is_object(name: str) -> bool:
@@ -69,9 +69,9 @@ def is_object(name: str) -> bool:
     return name.rpartition(":")[0].endswith(".pkl")
 
 
-def is_file_of_code(place: str) -> bool:
+def is_file_of_code(module_or_file: str) -> bool:
     """Whether what stands before the colon is a file, not a module."""
-    return place.endswith(".py") or "/" in place
+    return module_or_file.endswith(".py") or "/" in module_or_file
 
 
 def root_of(config: Config) -> str:
@@ -110,7 +110,7 @@ def with_names(config: Config, values: Mapping[Keys, str]) -> Config:
     return config
 
 
-def located(config: Config) -> Config:
+def with_absolute_paths(config: Config) -> Config:
     """The config as workers can follow it whatever their working directory is: its root is absolute, and so are the
     models and chat templates that are on this machine."""
     root = root_of(config)
@@ -125,7 +125,7 @@ def located(config: Config) -> Config:
 
 def find_local(name: str, root: str | os.PathLike[str] | None) -> Path | None:
     """A model's or run's folder or file: one beside the YAML, or else in the working directory; None if there is none."""
-    if not name or name in MADE_BY_NAME:
+    if not name or name in BUILTIN_MODELS:
         return None
     for folder in (working_copy(root), Path.cwd()):
         path = Path(os.path.normpath(folder / Path(name).expanduser()))
@@ -134,15 +134,15 @@ def find_local(name: str, root: str | os.PathLike[str] | None) -> Path | None:
     return None
 
 
-def relocated(name: Name, folder: str, root: str) -> str:
+def rebased_name(name: Name, folder: str, root: str) -> str:
     """A name that is relative to `folder`, written so that it is found from `root`: `f.py:x` as `../f.py:x`."""
     file = name.file
     if name.kind in ("dataset", "model") and (not os.path.exists(os.path.join(folder, os.path.expanduser(file)))):
         return name.value
     if name.kind == "code" and not file:
-        place, _, attribute = name.value.rpartition(":")
-        module = Path(folder, f"{place}.py")
-        if "." in place or not module.is_file():
+        module_or_file, _, attribute = name.value.rpartition(":")
+        module = Path(folder, f"{module_or_file}.py")
+        if "." in module_or_file or not module.is_file():
             return name.value
         return f"{os.path.relpath(module, root)}:{attribute}"
     if not file or os.path.isabs(os.path.expanduser(file)):
@@ -154,18 +154,18 @@ def relocated(name: Name, folder: str, root: str) -> str:
 
 def _walk(section: Section, above: Keys) -> Iterator[Name]:
     if isinstance(section, SourceConfig | DataConfig):
-        yield from _of_source(section, above)
+        yield from _names_in_source(section, above)
     elif isinstance(section, RewardRule | RewardPart) and is_code(section.name):
         yield Name((*above, "name"), section.name, "code")
     elif isinstance(section, ModelConfig | RoleModel):
-        yield from _of_model(section, above)
+        yield from _names_in_model(section, above)
     elif isinstance(section, RolloutConfig | AlgorithmConfig | DomainConfig):
         yield from _code_in(section, above)
     for key in type(section).model_fields:
-        yield from _inside(getattr(section, key), (*above, key))
+        yield from _walk_value(getattr(section, key), (*above, key))
 
 
-def _inside(value: Any, keys: Keys) -> Iterator[Name]:
+def _walk_value(value: Any, keys: Keys) -> Iterator[Name]:
     if isinstance(value, Section):
         yield from _walk(value, keys)
     elif isinstance(value, dict):
@@ -178,8 +178,8 @@ def _inside(value: Any, keys: Keys) -> Iterator[Name]:
                 yield from _walk(item, (*keys, position))
 
 
-def _of_model(model: ModelConfig | RoleModel, above: Keys) -> Iterator[Name]:
-    if model.path and model.path not in MADE_BY_NAME:
+def _names_in_model(model: ModelConfig | RoleModel, above: Keys) -> Iterator[Name]:
+    if model.path and model.path not in BUILTIN_MODELS:
         yield Name((*above, "path"), model.path, "model")
     if model.chat_template is not None:
         yield Name((*above, "chat_template"), model.chat_template, "file")
@@ -194,7 +194,7 @@ def _code_in(section: Section, above: Keys) -> Iterator[Name]:
             yield from (Name((*above, key, n), item, "code") for n, item in enumerate(value) if is_code(item))
 
 
-def _of_source(source: SourceConfig | DataConfig, above: Keys) -> Iterator[Name]:
+def _names_in_source(source: SourceConfig | DataConfig, above: Keys) -> Iterator[Name]:
     name, options = source.source, source.options
     if name.startswith(HUB) or ("/" in name and not name.endswith(TABLE_FILES) and ":" not in name):
         yield Name((*above, "source"), name, "dataset")

@@ -27,26 +27,26 @@ def dotted(path: Path) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
-def plain(annotation: Any) -> Any:
+def unwrapped(annotation: Any) -> Any:
     """The type without its constraints and without `| None`."""
     origin = get_origin(annotation)
     if origin is Annotated:
-        return plain(get_args(annotation)[0])
+        return unwrapped(get_args(annotation)[0])
     if origin in (Union, types.UnionType):
         others = [option for option in get_args(annotation) if option is not type(None)]
-        return plain(others[0]) if len(others) == 1 else annotation
+        return unwrapped(others[0]) if len(others) == 1 else annotation
     return annotation
 
 
 def section_in(annotation: Any) -> type[Section] | None:
     """The section this type is, if it is one."""
-    kind = plain(annotation)
+    kind = unwrapped(annotation)
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
 def named_section_in(annotation: Any) -> type[Section] | None:
     """The section that stands under each name, if this type is a mapping of names to sections."""
-    kind = plain(annotation)
+    kind = unwrapped(annotation)
     return section_in(get_args(kind)[1]) if get_origin(kind) is dict else None
 
 
@@ -59,9 +59,9 @@ def inner_section(name: str, annotation: Any) -> tuple[type[Section], Path] | No
     return None
 
 
-def child(annotation: Any, part: str | int) -> Any:
+def child_type(annotation: Any, part: str | int) -> Any:
     """The type of what stands under one key or list position, or `UNKNOWN`."""
-    kind = plain(annotation)
+    kind = unwrapped(annotation)
     if section := section_in(kind):
         info = section.model_fields.get(str(part))
         return UNKNOWN if info is None else info.rebuild_annotation()
@@ -83,20 +83,20 @@ def type_at(path: Path) -> Any:
     """The type of the setting at a path, or `UNKNOWN`."""
     kind: Any = Config
     for part in path:
-        kind = child(kind, part)
+        kind = child_type(kind, part)
     return kind
 
 
-def meaning(path: Path) -> str:
+def doc_at(path: Path) -> str:
     """The line of documentation of the setting at a path (of the nearest one above, for a part of a value)."""
     for end in range(len(path), 0, -1):
         section = section_in(type_at(path[: end - 1]))
         if section is not None and (info := section.model_fields.get(str(path[end - 1]))):
-            return describe(info)
+            return doc_of(info)
     return ""
 
 
-def describe(info: FieldInfo) -> str:
+def doc_of(info: FieldInfo) -> str:
     """A field's line of documentation; a section's is its docstring."""
     section = section_in(info.annotation)
     text = info.description or (section.__doc__ if section else "") or ""
@@ -111,38 +111,38 @@ def known_paths(section: type[Section] = Config, above: Path = ()) -> Iterator[P
             yield from known_paths(inner[0], (*above, *inner[1]))
 
 
-def words(annotation: Any) -> str:
+def describe_type(annotation: Any) -> str:
     """What a setting of this type takes, in plain words: "a whole number ≥ 1"."""
     if section := section_in(annotation):
         own = f"settings of its own: {', '.join(section.model_fields)}"
         return f"{section.short} alone, or {own}" if section.short else own
     if annotation is UNKNOWN:
         return "any value"
-    return _schema_words(TypeAdapter(annotation).json_schema())
+    return _describe_schema(TypeAdapter(annotation).json_schema())
 
 
 def is_long_list(annotation: Any) -> bool:
     """Whether a setting of this type takes a list of any length."""
-    kind = plain(annotation)
+    kind = unwrapped(annotation)
     return get_origin(kind) is list or (get_origin(kind) is tuple and get_args(kind)[-1] is ...)
 
 
 def choices(annotation: Any) -> list[str]:
     """The values a setting with fixed choices takes."""
-    kind = plain(annotation)
+    kind = unwrapped(annotation)
     return [str(choice) for choice in get_args(kind)] if str(get_origin(kind)) == "typing.Literal" else []
 
 
-def unsaid_limit(annotation: Any) -> float | None:
+def unstated_limit(annotation: Any) -> float | None:
     """The largest value of a number's setting, where its words do not say it."""
     schema = TypeAdapter(annotation).json_schema()
     options = [schema, *schema.get("anyOf", ())]
-    return next((option["maximum"] for option in options if option.get("maximum") in _UNSAID), None)
+    return next((option["maximum"] for option in options if option.get("maximum") in _UNSTATED), None)
 
 
-def _schema_words(schema: dict[str, Any]) -> str:
+def _describe_schema(schema: dict[str, Any]) -> str:
     if options := schema.get("anyOf"):
-        return " or ".join(_schema_words(option) for option in options)
+        return " or ".join(_describe_schema(option) for option in options)
     if "const" in schema:
         return f"`{schema['const']}`"
     if "enum" in schema:
@@ -159,24 +159,24 @@ def _schema_words(schema: dict[str, Any]) -> str:
         case "null":
             return "`null`"
         case "array" if "prefixItems" in schema:
-            items = [_schema_words(item) for item in schema["prefixItems"]]
+            items = [_describe_schema(item) for item in schema["prefixItems"]]
             if len(set(items)) == 1:
                 return f"a list of {len(items)}, each {items[0]}"
             return f"a list of {len(items)}: {', '.join(items)}"
         case "array":
-            return f"a list of {_schema_words(schema.get('items', {}))}"
+            return f"a list of {_describe_schema(schema.get('items', {}))}"
         case "object":
             return "a mapping of names to values"
     return "any value"
 
 
-_UNSAID = (LARGEST, LARGEST_SEED, LONGEST_S, -math.inf)
+_UNSTATED = (LARGEST, LARGEST_SEED, LONGEST_S, -math.inf)
 """Limits of what is absurd: every setting has them."""
 
 
 def _bounds(schema: dict[str, Any]) -> str:
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    bounds = [f"{sign} {schema[key]:g}" for key, sign in signs.items() if key in schema and schema[key] not in _UNSAID]
+    bounds = [f"{sign} {schema[key]:g}" for key, sign in signs.items() if key in schema and schema[key] not in _UNSTATED]
     return " " + " and ".join(bounds) if bounds else ""
 
 
@@ -188,20 +188,20 @@ def suggestions(path: Path) -> list[Path]:
     """
     at = next(end for end in range(len(path)) if type_at(path[: end + 1]) is UNKNOWN)
     above, name, rest = path[:at], str(path[at]), path[at + 1 :]
-    everything = list(known_paths())
+    all_paths = list(known_paths())
     section = section_in(type_at(above))
     siblings = list(section.model_fields) if section else []
 
     last = spelling(str(path[-1]))
-    found = [known for known in everything if spelling(str(known[-1])) == last and known != path]
+    found = [known for known in all_paths if spelling(str(known[-1])) == last and known != path]
     found = [known for known in found if ANY_NAME not in known] or found
     for match in near(name, siblings):
         longer = (*above, match, *rest)
         found.append((*above, match) if type_at(longer) is UNKNOWN else longer)
     if not found and len(last) > 3:
-        said = re.compile(rf"\b{re.escape(last.replace('_', ' '))}\b", re.IGNORECASE)
-        found = [known for known in everything if said.search(meaning(known))][:3]
+        mentions = re.compile(rf"\b{re.escape(last.replace('_', ' '))}\b", re.IGNORECASE)
+        found = [known for known in all_paths if mentions.search(doc_at(known))][:3]
     if not found:
-        leaves = {str(known[-1]): known for known in everything}
+        leaves = {str(known[-1]): known for known in all_paths}
         found = [leaves[match] for match in near(str(path[-1]), list(leaves))]
     return list(dict.fromkeys(found))

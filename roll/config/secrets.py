@@ -91,7 +91,7 @@ def redacted(value: Any, name: str = "") -> Any:
     return _mapped(value, name, _unless_reference)
 
 
-def hidden(value: Any, name: str = "") -> Any:
+def redacted_with_references(value: Any, name: str = "") -> Any:
     """The same with references too: what two configurations that differ in their secrets alone have in common."""
     return _mapped(value, name, lambda secret: REDACTED)
 
@@ -212,8 +212,8 @@ class Secrets:
 
     def learn(self, value: Any, name: str = "") -> None:
         """Meets the secrets of a setting, and what the environment has under the names that it refers to."""
-        self.add(_parts(secrets_in(value, name)))
-        self.add(os.environ[found] for found in _references(value) if os.environ.get(found))
+        self.add(_secret_parts(secrets_in(value, name)))
+        self.add(os.environ[variable] for variable in _references(value) if os.environ.get(variable))
 
     def learn_environment(self) -> None:
         """Meets the environment variables whose names say that they are secret."""
@@ -221,10 +221,10 @@ class Secrets:
         self.add(value for value in named if len(value) >= _SHORTEST_OF_ENVIRONMENT and not value.startswith("/"))
 
     def add(self, values: Iterable[str]) -> None:
-        new = {value.strip() for value in values} - self._values - {REDACTED}
-        new = {value for value in new if len(value) >= _SHORTEST}
-        if new:
-            self._values = self._values | new
+        added = {value.strip() for value in values} - self._values - {REDACTED}
+        added = {value for value in added if len(value) >= _SHORTEST}
+        if added:
+            self._values = self._values | added
             forms = {form for value in self._values for form in _forms_of(value)}
             self._forms = tuple(sorted(forms, key=lambda form: (-len(form), form)))
             self._encoded = tuple(form.encode() for form in self._forms)
@@ -257,7 +257,7 @@ class Secrets:
         return value
 
 
-def _parts(secrets: Iterable[str]) -> Iterator[str]:
+def _secret_parts(secrets: Iterable[str]) -> Iterator[str]:
     """A secret, and what of it is one by itself: `Bearer x` is sent back as `x`, `user:x` of a URL too."""
     for secret in secrets:
         for form in dict.fromkeys((secret, unquote(secret))):

@@ -271,17 +271,17 @@ class Settings(Section):
 
     def rollout_of(self, domain: str) -> RolloutConfig:
         """How samples of a domain's tasks are made."""
-        return self.own_rollouts.get(domain, self.rollout)
+        return self.rollouts_by_domain.get(domain, self.rollout)
 
     @property
-    def own_rollouts(self) -> dict[str, RolloutConfig]:
+    def rollouts_by_domain(self) -> dict[str, RolloutConfig]:
         """How samples of domains and of sets to evaluate on are made, by the domain of their tasks."""
-        own = {name: domain.rollout(self.rollout) for name, domain in self.domains.items()}
+        rollouts = {name: domain.rollout(self.rollout) for name, domain in self.domains.items()}
         for name, each in self.eval.sets.items():
             chosen = {"max_new_tokens": each.max_new_tokens, "stop": each.stop}
             changes = {field: value for field, value in chosen.items() if value is not None}
-            own[domain_of(name)] = self.rollout.model_copy(update=changes)
-        return own
+            rollouts[domain_of(name)] = self.rollout.model_copy(update=changes)
+        return rollouts
 
     @property
     def longest_evaluated(self) -> int:
@@ -294,8 +294,8 @@ class Settings(Section):
     def reward_rules(self) -> dict[str, RewardRule]:
         """The rewards of the run and of its evaluations, each by the setting that it is under."""
         rules: dict[str, RewardRule] = {f"domains.{name}.reward": domain.reward for name, domain in self.domains.items()}
-        own = {f"eval.sets.{name}.reward": each.reward for name, each in self.eval.sets.items()}
-        return (rules or {"reward": self.reward}) | {where: rule for where, rule in own.items() if rule is not None}
+        set_rules = {f"eval.sets.{name}.reward": each.reward for name, each in self.eval.sets.items()}
+        return (rules or {"reward": self.reward}) | {where: rule for where, rule in set_rules.items() if rule is not None}
 
     @property
     def longest_response(self) -> int:
@@ -305,22 +305,22 @@ class Settings(Section):
         )
 
     @property
-    def mix(self) -> dict[str, float]:
+    def domain_weights(self) -> dict[str, float]:
         """Weights of the domains that are trained on; empty where they have none."""
-        own = {name: domain.weight for name, domain in self.domains.items() if domain.weight > 0}
-        return own or self.tasks.domain_weights
+        weights = {name: domain.weight for name, domain in self.domains.items() if domain.weight > 0}
+        return weights or self.tasks.domain_weights
 
     @property
     def scoring_roles(self) -> dict[str, str]:
         """The roles whose models give parts of rewards, each with a setting that asks for it."""
-        found: dict[str, str] = {}
+        roles: dict[str, str] = {}
         for where, rule in self.reward_rules.items():
-            for part, role in rule.asked.items():
-                found.setdefault(role, f"{where}.parts.{part}" if part else where)
-        return found
+            for part, role in rule.model_roles.items():
+                roles.setdefault(role, f"{where}.parts.{part}" if part else where)
+        return roles
 
     @property
-    def judges(self) -> str:
+    def reward_label(self) -> str:
         """What the rewards are called where one line must do."""
-        own = ", ".join(f"{domain.reward.label} ({name})" for name, domain in self.domains.items())
-        return own or self.reward.label
+        labels = ", ".join(f"{domain.reward.label} ({name})" for name, domain in self.domains.items())
+        return labels or self.reward.label

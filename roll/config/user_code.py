@@ -40,15 +40,19 @@ def load_user_code(text: str, *, what: str, known: Iterable[str] = (), root: str
     the configuration, by default the working directory. It goes to the front of `sys.path`, as does the folder of a file,
     which may import its neighbours as a script may. A file runs once in a process, whoever names it; if it failed, again.
     """
-    place, _, attribute = text.rpartition(":")
-    if not place or not attribute:
+    module_or_file, _, attribute = text.rpartition(":")
+    if not module_or_file or not attribute:
         choices = list(known)
         raise UserError(f"{what} {text!r} is not known: write {either([*choices, *_FORMS])}{did_you_mean(text, choices)}")
     folder = working_copy(root)
     try:
-        module = _run_file(place, folder) if place.endswith(".py") or "/" in place else _import(place, folder)
+        module = (
+            _run_file(module_or_file, folder)
+            if module_or_file.endswith(".py") or "/" in module_or_file
+            else _import(module_or_file, folder)
+        )
         return _get(module, attribute)
-    except _Unfound as error:
+    except _CodeNotFound as error:
         raise UserError(f"{what} {text!r}: {error}") from error.__cause__
 
 
@@ -74,12 +78,12 @@ def named_in_options(environment: str) -> Mapping[str, Literal["file", "code"]]:
     return _IN_OPTIONS.get(environment.partition(":")[0], {})
 
 
-def shown(path: Path) -> Path:
+def format_path(path: Path) -> Path:
     """A path as short as it can be read from here: relative to the working directory where it is inside."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-class _Unfound(Exception):
+class _CodeNotFound(Exception):
     """Why there is no such code."""
 
 
@@ -89,11 +93,13 @@ def _run_file(written: str, folder: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     if not path.is_file():
-        others = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise _Unfound(f"there is no file {path}{elsewhere(written, folder) or did_you_mean(path.name, others)}")
+        files = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise _CodeNotFound(
+            f"there is no file {path}{working_directory_hint(written, folder) or did_you_mean(path.name, files)}"
+        )
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise _Unfound(f"{path} is not a Python file: write {either(_FORMS)}")
+        raise _CodeNotFound(f"{path} is not a Python file: write {either(_FORMS)}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up here
     try:
@@ -103,7 +109,7 @@ def _run_file(written: str, folder: Path) -> ModuleType:
         del sys.modules[name]
         if not isinstance(error, Exception):
             raise
-        raise _Unfound(f"running {path} failed: {_described(error)}") from error
+        raise _CodeNotFound(f"running {path} failed: {_describe(error)}") from error
     return module
 
 
@@ -114,9 +120,11 @@ def _import(name: str, folder: Path) -> ModuleType:
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{name}.".startswith(f"{missing}."):
-            beside = elsewhere(f"{missing.partition('.')[0]}.py", folder) or elsewhere(missing.partition(".")[0], folder)
-            raise _Unfound(f"there is no module {missing!r} in {folder} or on sys.path{beside}") from error
-        raise _Unfound(f"importing {name} failed: {_described(error)}") from error
+            hint = working_directory_hint(f"{missing.partition('.')[0]}.py", folder) or working_directory_hint(
+                missing.partition(".")[0], folder
+            )
+            raise _CodeNotFound(f"there is no module {missing!r} in {folder} or on sys.path{hint}") from error
+        raise _CodeNotFound(f"importing {name} failed: {_describe(error)}") from error
 
 
 def _get(module: ModuleType, attribute: str) -> Any:
@@ -126,19 +134,23 @@ def _get(module: ModuleType, attribute: str) -> Any:
         if not hasattr(found, part):
             public = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
             listed = f"; it has {', '.join(public)}" if public else ""
-            raise _Unfound(f"{where} has no {part!r}{did_you_mean(part, public) or listed}")
+            raise _CodeNotFound(f"{where} has no {part!r}{did_you_mean(part, public) or listed}")
         found = getattr(found, part)
     if not callable(found):
-        raise _Unfound(f"{attribute} of {where} is a {type(found).__name__}, not a function or class")
+        raise _CodeNotFound(f"{attribute} of {where} is a {type(found).__name__}, not a function or class")
     return found
 
 
-def elsewhere(written: str, folder: Path) -> str:
+def working_directory_hint(written: str, folder: Path) -> str:
     """For a message: that a file which is not in `folder` is in the working directory, and how to name it then."""
-    here = Path.cwd()
-    if os.path.isabs(os.path.expanduser(written)) or not (here / written).exists() or here == folder:
+    working_directory = Path.cwd()
+    if (
+        os.path.isabs(os.path.expanduser(written))
+        or not (working_directory / written).exists()
+        or working_directory == folder
+    ):
         return ""
-    name = os.path.relpath(here / written, folder)
+    name = os.path.relpath(working_directory / written, folder)
     return (
         f"; there is {written} in the working directory, but names in a YAML file are relative to its folder: "
         f"write {name}"
@@ -150,47 +162,47 @@ def imports_from(*folders: Path) -> Iterator[None]:
     """Has imports look in folders before all others, the last one first, without the modules of the same names that came
     from elsewhere: a file imports its own neighbours, also after a file of another folder has imported its own. Those
     others are back afterwards: a program that has imported them keeps using them."""
-    others: dict[str, ModuleType] = {}
+    hidden_modules: dict[str, ModuleType] = {}
     for folder in folders:
-        others |= _put_first(folder)
+        hidden_modules |= _put_first(folder)
     try:
         yield
     finally:
-        sys.modules.update(others)
+        sys.modules.update(hidden_modules)
 
 
 def _put_first(folder: Path) -> dict[str, ModuleType]:
     """Has imports look in a folder before all others, and takes out modules of the same names that came from elsewhere,
     which it returns."""
     importlib.invalidate_caches()
-    taken: dict[str, ModuleType] = {}
+    removed: dict[str, ModuleType] = {}
     while str(folder) in sys.path:
         sys.path.remove(str(folder))
     sys.path.insert(0, str(folder))
     if not folder.is_dir():
-        return taken
-    own = {
+        return removed
+    module_names = {
         entry.stem if entry.suffix == ".py" else entry.name
         for entry in folder.iterdir()
         if entry.name.isidentifier() or entry.suffix == ".py"
     }
-    for name in own & {name for name in sys.modules if "." not in name} - {"__main__"}:
+    for name in module_names & {name for name in sys.modules if "." not in name} - {"__main__"}:
         file = getattr(sys.modules[name], "__file__", None)
-        if file is not None and is_users(Path(file)) and not Path(file).resolve().is_relative_to(folder.resolve()):
+        if file is not None and is_user_file(Path(file)) and not Path(file).resolve().is_relative_to(folder.resolve()):
             for inside in [known for known in sys.modules if known == name or known.startswith(f"{name}.")]:
-                taken[inside] = sys.modules.pop(inside)
-    return taken
+                removed[inside] = sys.modules.pop(inside)
+    return removed
 
 
-def is_users(file: Path) -> bool:
+def is_user_file(file: Path) -> bool:
     """Whether a module's file is the user's own: none of Python's, of an installed package, or of ROLL."""
-    return not any(file.is_relative_to(folder) for folder in _not_users()) and not _INSTALLED & set(file.parts)
+    return not any(file.is_relative_to(folder) for folder in _library_folders()) and not _INSTALLED & set(file.parts)
 
 
-def _not_users() -> tuple[Path, ...]:
-    own = Path(__file__).resolve().parents[1]
-    return (own, *(Path(path) for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}))
+def _library_folders() -> tuple[Path, ...]:
+    package = Path(__file__).resolve().parents[1]
+    return (package, *(Path(path) for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}))
 
 
-def _described(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

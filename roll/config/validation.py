@@ -8,7 +8,7 @@ from roll.config.evaluation import check_evaluation
 from roll.config.rollout import RolloutConfig
 from roll.config.settings import Settings
 
-UNREAD = {
+UNUSED_BY_PIPELINE = {
     "rlvr": ("data",),
     "sft": (
         *("tasks", "domains", "reward", "env", "rollout", "algorithm", "weight_sync"),
@@ -17,14 +17,21 @@ UNREAD = {
     ),
 }
 """The sections and settings that a pipeline has no use for."""
-REPLACED = ("tasks.source", "tasks.options", "tasks.domain_weights", "reward.name", "reward.options", "reward.parts")
+REPLACED_BY_DOMAINS = (
+    "tasks.source",
+    "tasks.options",
+    "tasks.domain_weights",
+    "reward.name",
+    "reward.options",
+    "reward.parts",
+)
 """The settings that a run with domains has no use for."""
 _NAME = re.compile(r"[\w-]+")
 
 
 def check(config: Settings) -> None:
     """`ValueError` where the sections do not go together."""
-    _check_all_is_read(config)
+    _check_unused(config)
     if config.domains:
         _check_domains(config)
     if config.pipeline == "sft":
@@ -35,13 +42,13 @@ def check(config: Settings) -> None:
     _check_across_fields(config)
 
 
-def _check_all_is_read(config: Settings) -> None:
+def _check_unused(config: Settings) -> None:
     """What the pipeline does not read must be left alone."""
     other = "sft" if config.pipeline == "rlvr" else "rlvr"
-    unread = [(name, key) for name in UNREAD[config.pipeline] if (key := _changed(config, name)) is not None]
-    if unread:
+    unused = [(name, key) for name in UNUSED_BY_PIPELINE[config.pipeline] if (key := _changed(config, name)) is not None]
+    if unused:
         rest = f"in pipeline {config.pipeline}: remove it, or write pipeline={other}"
-        raise ValueError("\n".join(f"{key} is set, but nothing reads {name} {rest}" for name, key in unread))
+        raise ValueError("\n".join(f"{key} is set, but nothing reads {name} {rest}" for name, key in unused))
 
 
 def _check_sft(config: Settings) -> None:
@@ -64,15 +71,16 @@ def _check_sft(config: Settings) -> None:
 
 def _check_scoring(config: Settings) -> None:
     """A role that gives rewards has a model, and a model is asked for rewards."""
-    asked = config.scoring_roles
+    scoring_roles = config.scoring_roles
     for role in ("reward_model", "judge"):
-        there = bool(getattr(config.roles, role).model.path)
-        if role in asked and not there:
-            server = f", or {asked[role]}.options.url for a server" if role == "judge" else ""
+        has_model = bool(getattr(config.roles, role).model.path)
+        if role in scoring_roles and not has_model:
+            server = f", or {scoring_roles[role]}.options.url for a server" if role == "judge" else ""
             raise ValueError(
-                f"{asked[role]}.name is {role}, but roles.{role} has no model: write roles.{role}.model=PATH{server}"
+                f"{scoring_roles[role]}.name is {role}, but roles.{role} has no model: write "
+                f"roles.{role}.model=PATH{server}"
             )
-        if there and role not in asked:
+        if has_model and role not in scoring_roles:
             where = f"domains.{next(iter(config.domains))}.reward" if config.domains else "reward"
             raise ValueError(
                 f"roles.{role}.model.path is set, but no reward asks it: write {where}.name={role}, or a part of it in "
@@ -82,20 +90,20 @@ def _check_scoring(config: Settings) -> None:
 
 def _check_domains(config: Settings) -> None:
     """Each domain has all that a run without domains has once."""
-    for name in REPLACED:
+    for name in REPLACED_BY_DOMAINS:
         if (key := _changed(config, name)) is not None:
             what = key.partition(".")[0]
             raise ValueError(f"{key} is set, and so are domains, each with its own {what}: remove {key}, or domains")
     for name, domain in config.domains.items():
         if not _NAME.fullmatch(name):
             raise ValueError(f"domains has {name!r}: a name is of letters, digits, - and _")
-        own = domain.rollout(config.rollout)
-        _check_groups(config, own, f"domains.{name}.filter" if domain.filter is not None else "rollout.filter")
-        if domain.filter_range is not None and own.filter != "mean_range":
+        domain_rollout = domain.rollout(config.rollout)
+        _check_groups(config, domain_rollout, f"domains.{name}.filter" if domain.filter is not None else "rollout.filter")
+        if domain.filter_range is not None and domain_rollout.filter != "mean_range":
             raise ValueError(
                 f"domains.{name}.filter_range is set, but nothing reads it: write domains.{name}.filter=mean_range"
             )
-        _check_range(f"domains.{name}.filter_range", own.filter_range)
+        _check_range(f"domains.{name}.filter_range", domain_rollout.filter_range)
     if not any(domain.weight for domain in config.domains.values()):
         raise ValueError(
             f"domains.{next(iter(config.domains))}.weight is 0, and so are all others: nothing is trained on"
@@ -164,10 +172,10 @@ def _check_across_fields(config: Settings) -> None:
             f"train.updates_per_step is {train.updates_per_step}, but a step has only {rollout.groups_per_step} "
             f"groups: write train.updates_per_step={rollout.groups_per_step} or less"
         )
-    critic_alone = config.algorithm.critic_warmup_steps
-    if critic_alone >= train.steps:
+    warmup_steps = config.algorithm.critic_warmup_steps
+    if warmup_steps >= train.steps:
         raise ValueError(
-            f"algorithm.critic_warmup_steps is {critic_alone}, which leaves nothing of train.steps={train.steps} for the "
+            f"algorithm.critic_warmup_steps is {warmup_steps}, which leaves nothing of train.steps={train.steps} for the "
             f"model itself: write algorithm.critic_warmup_steps={train.steps - 1} or less"
         )
     if train.warmup_steps > train.steps and not config.data.epochs:
@@ -180,8 +188,8 @@ def _check_across_fields(config: Settings) -> None:
 def _changed(config: Settings, name: str) -> str | None:
     """The first setting of a section, or the one of that name, that is not as it is where nothing is written."""
     section, _, field = name.partition(".")
-    value, usual = getattr(config, section), type(config).model_fields[section].get_default(call_default_factory=True)
+    value, default = getattr(config, section), type(config).model_fields[section].get_default(call_default_factory=True)
     if isinstance(value, dict):
-        return section if value != usual else None
+        return section if value != default else None
     fields = [field] if field else type(value).model_fields
-    return next((f"{section}.{key}" for key in fields if getattr(value, key) != getattr(usual, key)), None)
+    return next((f"{section}.{key}" for key in fields if getattr(value, key) != getattr(default, key)), None)

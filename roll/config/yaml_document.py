@@ -19,12 +19,12 @@ import yaml
 Path = tuple[str | int, ...]
 """Where a value stands: the keys and list positions that lead to it."""
 
-MOST_BYTES = 1 << 20
-_MOST_VALUES = 50_000
+MAX_BYTES = 1 << 20
+_MAX_VALUES = 50_000
 """As they are written, and with aliases written out; so many take some seconds."""
-_CHARS = 32
+_CHARS_PER_VALUE = 32
 """So much of a long text counts as a value."""
-_DEEPEST = 64
+_MAX_DEPTH = 64
 _TAG = "tag:yaml.org,2002:"
 _NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
 _BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
@@ -56,8 +56,8 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         self.composed += 1
-        if self.composed > _MOST_VALUES:
-            raise YamlError(f"this is more than {_MOST_VALUES:,} values", self.line + 1)
+        if self.composed > _MAX_VALUES:
+            raise YamlError(f"this is more than {_MAX_VALUES:,} values", self.line + 1)
         node: yaml.Node | None = super().compose_node(parent, index)
         return node
 
@@ -110,11 +110,11 @@ class Document:
     def build(self, node: yaml.Node, path: Path, above: tuple[int, ...] = ()) -> Any:
         if id(node) in above:
             raise _error_at(node, "this alias stands inside the value it names")
-        self.values += 1 + (len(node.value) // _CHARS if isinstance(node, yaml.ScalarNode) else 0)
-        if self.values > _MOST_VALUES:
-            raise _error_at(node, f"with its aliases written out, this is more than {_MOST_VALUES:,} values")
-        if len(path) > _DEEPEST:
-            raise _error_at(node, f"nested more than {_DEEPEST} deep")
+        self.values += 1 + (len(node.value) // _CHARS_PER_VALUE if isinstance(node, yaml.ScalarNode) else 0)
+        if self.values > _MAX_VALUES:
+            raise _error_at(node, f"with its aliases written out, this is more than {_MAX_VALUES:,} values")
+        if len(path) > _MAX_DEPTH:
+            raise _error_at(node, f"nested more than {_MAX_DEPTH} deep")
         if isinstance(node, yaml.MappingNode) and node.tag == f"{_TAG}map":
             return self._build_mapping(node, path, (*above, id(node)))
         if isinstance(node, yaml.SequenceNode) and node.tag == f"{_TAG}seq":
@@ -135,20 +135,20 @@ class Document:
             if key_node.value == "<<" and key_node.style is None:
                 raise _error_at(key_node, "the merge key << is not read: write its settings out")
             key, line = _scalar(key_node), key_node.start_mark.line + 1
-            here = (*path, key)
+            key_path = (*path, key)
             if key in mapping:
-                self.repeated.append((here, line, self.lines[here]))
+                self.repeated.append((key_path, line, self.lines[key_path]))
                 continue
-            self.lines[here] = line
-            mapping[key] = self.build(value_node, here, above)
+            self.lines[key_path] = line
+            mapping[key] = self.build(value_node, key_path, above)
         return mapping
 
 
 def parse(text: str) -> Document:
     """Read YAML text; raises `YamlError`."""
     document = Document()
-    if len(text) > MOST_BYTES:
-        raise YamlError(f"it is longer than {MOST_BYTES >> 20} MiB, which no configuration is")
+    if len(text) > MAX_BYTES:
+        raise YamlError(f"it is longer than {MAX_BYTES >> 20} MiB, which no configuration is")
     try:
         loader = _Loader(text)
         try:

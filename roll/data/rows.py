@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 from roll.config.errors import UserError
 from roll.config.suggest import did_you_mean, either
-from roll.config.user_code import elsewhere, find_file, shown, working_copy
+from roll.config.user_code import find_file, format_path, working_copy, working_directory_hint
 from roll.data.csv_rows import DELIMITERS, csv_rows
 from roll.data.file_layout import FileLayout, read_text, text_lines
 
@@ -100,18 +100,18 @@ def read_rows(
 def _files(table: str, setting: str, root: str) -> Iterator[tuple[Path, str]]:
     """The files that a name matches; if there are several, each with a prefix for the names of its rows."""
     path = Path(table).expanduser()
-    path = path if path.is_absolute() else shown(find_file(table, root))
+    path = path if path.is_absolute() else format_path(find_file(table, root))
     if path.is_file() or not glob.has_magic(table):
         if not path.is_file():
             what = f"{str(path)!r} is no file" if path.exists() else f"there is no file {str(path)!r}"
-            raise UserError(f"{setting}: {what}{elsewhere(table, working_copy(root))}")
+            raise UserError(f"{setting}: {what}{working_directory_hint(table, working_copy(root))}")
         yield path, ""
         return
     if "**" in table:
         _refuse_loops(path, setting)
     matches = sorted(name for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
     if not matches:
-        raise UserError(f"{setting}: no file matches {str(path)!r}{elsewhere(table, working_copy(root))}")
+        raise UserError(f"{setting}: no file matches {str(path)!r}{working_directory_hint(table, working_copy(root))}")
     base = Path(*path.parts[: next(n for n, part in enumerate(path.parts) if glob.has_magic(part))])
     for name in matches:
         yield Path(name), f"{Path(name).relative_to(base).with_suffix('').as_posix()}/"

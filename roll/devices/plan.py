@@ -291,7 +291,7 @@ def _roles(config: Config, map: DeviceMap) -> list[tuple[str, str]]:
         "judge": f"{config.roles.judge.model.path}, {config.roles.judge.max_running} at once",
         "rollout": "drives samples",
         "env": f"{config.env.processes} processes each",
-        "reward": f"{config.judges}, {config.reward.workers} grader(s) each",
+        "reward": f"{config.reward_label}, {config.reward.workers} grader(s) each",
     }
     found = []
     for role, role_placement in map.roles.items():

@@ -24,7 +24,7 @@ import numpy as np
 
 from roll.config.errors import UserError
 from roll.config.load import load_config
-from roll.config.root import find_local, is_object, located, root_of
+from roll.config.root import find_local, is_object, root_of, with_absolute_paths
 from roll.config.schema import Config
 from roll.data.chat import Chat
 from roll.data.domains import load_domains
@@ -105,7 +105,7 @@ def _episodes(folder: RunFolder, last_steps: int) -> Iterator[tuple[Task, list[s
     config = _config(folder)
     tasks = _tasks(folder, config)
     source = find_model(str(folder.path))
-    tokenizer = load_tokenizer(source, located(config).model)
+    tokenizer = load_tokenizer(source, with_absolute_paths(config).model)
     renderer = ChatRenderer(tokenizer, stop_ids_of(tokenizer, source))
     for step in steps_with_samples(folder)[-last_steps:]:
         for row in read_samples(folder, step):

@@ -46,7 +46,7 @@ from zlib import crc32
 
 from roll.atomic_files import sync_folder, to_json
 from roll.config.errors import RunError, UserError
-from roll.config.file_modes import like_its_folder
+from roll.config.file_modes import inherit_folder_mode
 
 ROLLED_BACK = "rolled_back"
 HEADER_BYTES = 9
@@ -146,7 +146,7 @@ class Ledger:
         """Opens the ledger at `path`, or creates it; checks every record and cuts a half-written tail off."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
-            like_its_folder(path)
+            inherit_folder_mode(path)
             sync_folder(path.parent)
             size = 0
             for offset, lines in record_blocks(path):

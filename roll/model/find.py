@@ -22,7 +22,7 @@ from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_c
 
 from roll.config.errors import UserError
 from roll.config.schema import ModelConfig, RoleModel
-from roll.config.user_code import elsewhere, shown
+from roll.config.user_code import format_path, working_directory_hint
 from roll.model import lora
 
 TINY = "tiny"
@@ -62,7 +62,7 @@ def find_model(path: str) -> ModelSource:
     if path == SMOLLM2:
         return ModelSource(path, str(_converted(_smollm2_file(), SMOLLM2)))
     local = Path(path).expanduser()
-    name = str(shown(local))
+    name = str(format_path(local))
     if local.is_file() and local.suffix == ".gguf":
         return ModelSource(name, str(_converted(local, local.stem)))
     if local.is_dir():
@@ -168,7 +168,7 @@ def _model_folder(folder: Path) -> Path:
     if (folder / "config.json").is_file():
         if not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()) and shards_of(folder) is None:
             raise UserError(
-                f"model: {str(shown(folder))!r} has a config.json but no weights (*.safetensors): write {CHOICES}"
+                f"model: {str(format_path(folder))!r} has a config.json but no weights (*.safetensors): write {CHOICES}"
             )
         return folder
     checkpoints = sorted((folder / "checkpoints").glob("step-*/manifest.json"))
@@ -176,12 +176,12 @@ def _model_folder(folder: Path) -> Path:
         return checkpoints[-1].parent / "model"
     if (folder / "config.yaml").is_file():
         raise UserError(
-            f"model: the run in {str(shown(folder))!r} has no checkpoint yet, and so no weights: wait for its first one, "
-            f"or write {CHOICES}"
+            f"model: the run in {str(format_path(folder))!r} has no checkpoint yet, and so no weights: wait for its "
+            f"first one, or write {CHOICES}"
         )
     raise UserError(
-        f"model: {str(shown(folder))!r} is neither a model folder (no config.json) nor a run folder with a checkpoint: "
-        f"write {CHOICES}"
+        f"model: {str(format_path(folder))!r} is neither a model folder (no config.json) nor a run folder with a "
+        f"checkpoint: write {CHOICES}"
     )
 
 
@@ -219,6 +219,6 @@ def check_template(config: ModelConfig | RoleModel) -> Path | None:
         return None
     template = Path(config.chat_template).expanduser()
     if not template.is_file():
-        beside = elsewhere(template.name, template.parent)
-        raise UserError(f"model.chat_template: there is no file {str(shown(template))!r}{beside}")
+        beside = working_directory_hint(template.name, template.parent)
+        raise UserError(f"model.chat_template: there is no file {str(format_path(template))!r}{beside}")
     return template

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from roll.config.errors import RunError, UserError
-from roll.config.file_modes import tree_like_its_folder
+from roll.config.file_modes import inherit_folder_mode_recursively
 from roll.config.hints import option
 from roll.model.find import holds_adapters, shards_of
 from roll.run.checkpoint import Checkpoints
@@ -51,7 +51,7 @@ def export_model(run: Path, target: Path, *, adapter: bool = False) -> int:
             shutil.copytree(model, temporary, dirs_exist_ok=True)
         temporary.chmod(RunFolder.open(run).path.stat().st_mode & 0o777)
         for inside in temporary.iterdir():
-            tree_like_its_folder(inside)
+            inherit_folder_mode_recursively(inside)
         temporary.rename(target)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)

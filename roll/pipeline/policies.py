@@ -33,7 +33,7 @@ def make_policies(config: Config, tasks: TaskSet) -> tuple[TaskSampler, Filter]:
         config.seed,
         order=rollout.task_order,
         sampler=config.tasks.sampler,
-        weights=config.mix,
+        weights=config.domain_weights,
         oversample=rollout.oversample,
         cut=rollout.batch_selection,
         window=rollout.lookahead,

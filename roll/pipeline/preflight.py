@@ -13,7 +13,7 @@ from roll.config.errors import UserError
 from roll.config.evaluation import domain_of, set_of
 from roll.config.hints import option
 from roll.config.reward import RewardRule
-from roll.config.root import is_object, located
+from roll.config.root import is_object, with_absolute_paths
 from roll.config.schema import Config
 from roll.config.suggest import did_you_mean
 from roll.data.chat_sources import ChatSet, ChatSource, load_chats
@@ -54,7 +54,7 @@ def check_folder(config: Config, *, resume: bool, restart: bool) -> None:
 
 def check_model(config: Config) -> None:
     """Refuses a model or a chat template that does not exist."""
-    config = located(config)
+    config = with_absolute_paths(config)
     check_template(config.model)
     find_model(config.model.path)
 
@@ -74,7 +74,7 @@ def find(
 ) -> Found:
     """The tasks or chats that the config names, or the objects given instead, checked as far as possible without the
     model."""
-    config = located(config)
+    config = with_absolute_paths(config)
     given = {"reward": reward, "tasks": tasks, "chats": chats}
     unused = {"rlvr": ("chats",), "sft": ("reward", "tasks")}[config.pipeline]
     for name in unused:
@@ -126,7 +126,7 @@ def _located(tasks: TaskSet, root: str) -> TaskSet:
     """The tasks with environments that every process can import; refuses missing environments and unknown options."""
     checked: dict[tuple[str, str], tuple[str | bytes, int | None]] = {}
 
-    def located(task: Task) -> Task:
+    def with_code(task: Task) -> Task:
         spec = task.environment
         if spec is None:
             return task
@@ -139,7 +139,11 @@ def _located(tasks: TaskSet, root: str) -> TaskSet:
         check_seed(spec, episode_count)
         return replace(task, environment=replace(spec, code=code) if code else spec)
 
-    return replace(tasks, train=tuple(map(located, tasks.train)), held_out=tuple(map(located, tasks.held_out)))
+    return replace(
+        tasks,
+        train=tuple(map(with_code, tasks.train)),
+        held_out=tuple(map(with_code, tasks.held_out)),
+    )
 
 
 def _set_rewards(config: Config) -> dict[str, RewardRule]:

@@ -13,7 +13,7 @@ from roll.algorithm import make_algorithm
 from roll.algorithm.losses import resolve_loss
 from roll.cluster import Executor
 from roll.config.errors import UserError
-from roll.config.root import located
+from roll.config.root import with_absolute_paths
 from roll.config.schema import Config
 from roll.data.chat_sources import ChatSet, ChatSource
 from roll.data.sources import TaskSet, TaskSource
@@ -202,7 +202,7 @@ def prepare(
 ) -> Pipeline[Any, Any]:
     """The pipeline that a config names; `reward`, `tasks` and `chats` replace those the config names. `found` is the
     result of an earlier `preflight.find`."""
-    config = located(config)
+    config = with_absolute_paths(config)
     found = find(config, reward=reward, tasks=tasks, chats=chats) if found is None else found
     if found.chats is not None:
         return SFTPipeline(config, _check_chats(config, found.chats))
@@ -215,7 +215,7 @@ def check(
     config: Config, *, reward: RewardFn | None = None, tasks: TaskSource | None = None
 ) -> tuple[TaskSet, RewardSpec]:
     """The tasks and the reward of a run with rollouts, checked together with the model."""
-    config = located(config)
+    config = with_absolute_paths(config)
     return _check_tasks(config, *find_tasks(config, reward, tasks))
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from roll.config import Config, UserError, changed_keys, load_config
-from roll.config.error_messages import shown
-from roll.config.hints import option, resuming
-from roll.config.load import saved_without_secrets
+from roll.config.error_messages import format_value
+from roll.config.hints import option, resume_command
+from roll.config.load import redacted_config_yaml
 from roll.config.secrets import redacted
 from roll.run import Checkpoint, Checkpoints, Metrics, RunFolder
 from roll.run.history import History
@@ -56,7 +56,7 @@ class Change:
     after: Any
 
     def __str__(self) -> str:
-        return f"{self.key} is {shown(self.after)}, was {shown(self.before)}"
+        return f"{self.key} is {format_value(self.after)}, was {format_value(self.before)}"
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def find_resume_point(config: Config, folder: RunFolder) -> ResumePoint:
 def _remove_secrets(folder: RunFolder) -> None:
     """Removes secrets from config.yaml; older versions saved them."""
     written = folder.config_path.read_text(encoding="utf-8")
-    if (cleaned := saved_without_secrets(written)) != written:
+    if (cleaned := redacted_config_yaml(written)) != written:
         folder.write_config(cleaned)
 
 
@@ -125,7 +125,7 @@ def refuse_changes(folder: RunFolder, config: Config, changes: tuple[Change, ...
         raise UserError(
             f"the run in {folder.path} cannot continue with other settings of "
             f"{', '.join(change.key for change, _ in refused)}: resume it without them "
-            f"({resuming(folder.config_path)}), or write run.dir=OTHER model={folder.path} for a new run from its "
+            f"({resume_command(folder.config_path)}), or write run.dir=OTHER model={folder.path} for a new run from its "
             f"weights{listed}"
         )
 

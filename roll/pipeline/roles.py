@@ -14,7 +14,7 @@ from roll.cluster import Cluster, Executor, LocalExecutor, Worker, WorkerPlaceme
 from roll.cluster.errors import CallTimedOut, NodeLost, RemoteError, WorkerDied
 from roll.cluster.supervisor import without_role
 from roll.config.errors import UserError
-from roll.config.root import located, root_of
+from roll.config.root import root_of, with_absolute_paths
 from roll.config.schema import Config, FaultToleranceConfig
 from roll.devices.inventory import Inventory, Node, this_machine
 from roll.devices.map import SCORING_ROLES, DeviceMap, make_map
@@ -304,7 +304,7 @@ async def start_roles(
     try:
         map = map or make_map(config, inventory_of(config, executor), roles_in_use=rlvr_roles(config, environments))
         residency = residency or make_residency_table(map, False)
-        yield await _start(located(config), reward, executor, map, residency, run)
+        yield await _start(with_absolute_paths(config), reward, executor, map, residency, run)
     finally:
         await asyncio.shield(executor.close())
 
@@ -323,7 +323,7 @@ async def start_trainer(
     try:
         map = map or make_map(config, inventory_of(config, executor), roles_in_use=SFT_ROLES)
         residency = residency or make_residency_table(map, False)
-        config = located(config)
+        config = with_absolute_paths(config)
         await asyncio.to_thread(_verify_models, config, map)
         _reserve(config, executor, map, run)
         yield TrainRoles(executor, residency, await _start_actor(config, executor, map, residency), None, None)

@@ -14,7 +14,7 @@ from roll.config import Config, UserError, load_config
 from roll.config.hints import option
 from roll.config.root import is_object, root_of
 from roll.config.suggest import either
-from roll.config.user_code import shown
+from roll.config.user_code import format_path
 from roll.pipeline.resume import changes_of
 from roll.run.code import SETTINGS, Given, RunCode, saved_form
 from roll.run.folder import RunFolder
@@ -53,12 +53,15 @@ def config_of_run(run: Path, overrides: Sequence[str] = (), code: str | None = N
     config = load_config(folder.config_path, [f"model={folder.path}", "model.lora=0", *overrides])
     recorded = RunCode.open(folder.path)
     if recorded is None:
-        return config, "" if code is None else f"{shown(folder.path)} keeps no code: using the files as they are now"
+        return (
+            config,
+            "" if code is None else f"{format_path(folder.path)} keeps no code: using the files as they are now",
+        )
     if not recorded.manifest.pieces:
         return config, ""
     if code == "current":
         return recorded.with_objects(config), f"using the code as it is now, found from {root_of(config)}"
-    message = f"using the code the run was trained with: {shown(recorded.folder)} ({recorded.label})"
+    message = f"using the code the run was trained with: {format_path(recorded.folder)} ({recorded.label})"
     return recorded.applied(config), message
 
 
@@ -68,7 +71,9 @@ def code_to_resume(config: Config, given: Given, run: Path, code: str | None) ->
     given = {name: value for name, value in given.items() if value is not None}
     recorded = RunCode.open(run)
     if recorded is None:
-        warning = f"{shown(run)} does not record the code it was trained with: continuing with the code as it is now"
+        warning = (
+            f"{format_path(run)} does not record the code it was trained with: continuing with the code as it is now"
+        )
         return Chosen(config, given, saved_form(config, given), (warning,), changed=True)
     config, messages = _with_recorded_objects(config, given, recorded)
     differing = recorded.differences(config, given)
@@ -78,16 +83,16 @@ def code_to_resume(config: Config, given: Given, run: Path, code: str | None) ->
     if code == "run" or (code is None and recorded.manifest.files and not Path(config.root).is_dir()):
         if data := [difference for difference in differing if difference.is_data]:
             raise UserError(
-                f"data of the run in {shown(run)} has changed since it was started, and a run keeps no copies of data: "
-                f"bring it back, or write {option('code', 'current')} to continue with it as it is now"
+                f"data of the run in {format_path(run)} has changed since it was started, and a run keeps no copies of "
+                f"data: bring it back, or write {option('code', 'current')} to continue with it as it is now"
                 f"{_listed(data)}"
             )
-        messages.append(f"using the code the run was trained with: {shown(recorded.folder)} ({recorded.label})")
+        messages.append(f"using the code the run was trained with: {format_path(recorded.folder)} ({recorded.label})")
         return Chosen(recorded.applied(config), {}, compared, tuple(messages), recorded)
     if differing and code is None:
         raise UserError(
-            f"the run in {shown(run)} was trained with other code or data: write {option('code', 'run')} to continue "
-            f"with the copy of the code that the run keeps, or {option('code', 'current')} to continue with "
+            f"the run in {format_path(run)} was trained with other code or data: write {option('code', 'run')} to "
+            f"continue with the copy of the code that the run keeps, or {option('code', 'current')} to continue with "
             f"what is there now, on record{_listed(differing)}"
         )
     messages += [f"continuing with other code or data: {difference}" for difference in differing]
@@ -115,7 +120,7 @@ def _with_recorded_objects(config: Config, given: Given, recorded: RunCode) -> t
                     f"setting as it was, {piece.written!r}, to continue with that"
                 )
             messages.append(
-                f"using the {name} that the run was given in Python: {piece.name}, kept in {shown(recorded.folder)}"
+                f"using the {name} that the run was given in Python: {piece.name}, kept in {format_path(recorded.folder)}"
             )
     return (recorded.with_objects(config, given) if messages else config), messages
 

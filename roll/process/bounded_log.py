@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from roll.config.file_modes import like_its_folder
+from roll.config.file_modes import inherit_folder_mode
 
 LIMIT_BYTES = 64 << 20
 SMALLEST_BYTES = 3 << 12
@@ -145,7 +145,7 @@ def _append_to(path: Path, data: bytes) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         if not os.fstat(descriptor).st_size:
-            like_its_folder(path)
+            inherit_folder_mode(path)
         remaining = memoryview(data)
         while remaining:
             remaining = remaining[os.write(descriptor, remaining) :]

@@ -113,7 +113,7 @@ class SampleRunner:
         self._lifecycle = lifecycle
         self._seats = seats
         self._sampling = training_sampling(config.rollout, stop_ids)
-        self._domains = {domain: training_sampling(own, stop_ids) for domain, own in config.own_rollouts.items()}
+        self._domains = {domain: training_sampling(own, stop_ids) for domain, own in config.rollouts_by_domain.items()}
         self._config = config
         self._longest = min(config.env.max_tokens or context, context)
         """Longest conversation of an episode in tokens."""

@@ -37,7 +37,7 @@ from roll.atomic_files import (
     to_json,
 )
 from roll.config.errors import RunError, UserError
-from roll.config.file_modes import like_its_folder, tree_like_its_folder
+from roll.config.file_modes import inherit_folder_mode, inherit_folder_mode_recursively
 from roll.config.hints import option
 from roll.run.disk import full_disk
 from roll.run.folder import RunFolder
@@ -183,7 +183,7 @@ class Checkpoints:
     def begin(self, step: int, state: dict[str, Any]) -> Saving:
         """Begins a checkpoint with the current state. No other one may begin until this one is finished or dropped."""
         self._dir.mkdir(exist_ok=True)
-        like_its_folder(self._dir)
+        inherit_folder_mode(self._dir)
         self._tidy()
         newest = max((other for other, _ in _whole(self._dir)), default=step)
         assert newest <= step, (
@@ -203,7 +203,7 @@ class Checkpoints:
         if final.exists():
             # Between the two renames neither folder has the final name; `latest` then reads the old one under this name.
             final.rename(self._dir / f".step-{step:06d}.old-{os.getpid()}")
-        tree_like_its_folder(aside)
+        inherit_folder_mode_recursively(aside)
         aside.rename(final)
         sync_folder(self._dir)
         self._tidy()

@@ -28,10 +28,10 @@ from typing import Any, Literal, cast
 
 from roll.atomic_files import atomic_write, to_json
 from roll.config.errors import UserError
-from roll.config.file_modes import tree_like_its_folder
+from roll.config.file_modes import inherit_folder_mode_recursively
 from roll.config.root import Name, is_object, names_in, root_of, with_names
 from roll.config.schema import Config
-from roll.config.user_code import find_file, imports_from, is_users
+from roll.config.user_code import find_file, imports_from, is_user_file
 from roll.config.version import __version__
 from roll.run.code_digest import digest_of, file_of, source_of
 from roll.run.code_files import (
@@ -236,7 +236,7 @@ class Recording:
         for name, content in self.pickles.items():
             atomic_write(folder / name, content)
         atomic_write(folder / MANIFEST, to_json(asdict(manifest), indent=True) + "\n")
-        tree_like_its_folder(folder)
+        inherit_folder_mode_recursively(folder)
 
 
 @dataclass(frozen=True)
@@ -416,7 +416,7 @@ def _folders_outside(code: Iterable[tuple[Name, Path | None]], given: Given, roo
     """Folders of the user's code outside the root: those of files that the config names, and those of the modules of
     given objects."""
     for name, file in code:
-        if name.file and file is not None and not file.is_relative_to(root) and is_users(file):
+        if name.file and file is not None and not file.is_relative_to(root) and is_user_file(file):
             yield file.parent
     for value in given.values():
         file = file_of(value)

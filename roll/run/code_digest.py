@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from roll.config.user_code import is_users
+from roll.config.user_code import is_user_file
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _MOST = 10_000
@@ -52,7 +52,7 @@ def file_of(value: Any) -> Path | None:
             file = Path(inspect.getfile(wanted))
         except (OSError, TypeError):
             continue
-        if file.is_file() and is_users(file.resolve()):
+        if file.is_file() and is_user_file(file.resolve()):
             return file.resolve()
     return None
 
@@ -186,8 +186,8 @@ def _is_users(code: Any) -> bool:
         return False
     if isinstance(code, types.FunctionType):
         file = Path(code.__code__.co_filename)
-        return not file.is_file() or is_users(file.resolve())
+        return not file.is_file() or is_user_file(file.resolve())
     place = getattr(sys.modules.get(module), "__file__", None)
     if place is None:
         return module.partition(".")[0] not in sys.stdlib_module_names
-    return is_users(Path(place).resolve())
+    return is_user_file(Path(place).resolve())

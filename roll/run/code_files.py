@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from roll.config.user_code import is_users
+from roll.config.user_code import is_user_file
 
 _NEVER = {"site-packages", "dist-packages", "node_modules", "__pycache__", ".venv", "venv", ".git", ".tox", ".nox"}
 _NAME = re.compile(r"[\w*~ ][\w.*/ -]*")
@@ -86,7 +86,7 @@ def _texts(module: Path) -> set[str]:
 def is_kept(file: Path, folders: Sequence[Path]) -> bool:
     """Whether a file is part of the user's code."""
     inside = any(file.is_relative_to(folder) for folder in folders)
-    return inside and file.is_file() and is_users(file) and not _NEVER & set(file.parts) and not _is_copy(file)
+    return inside and file.is_file() and is_user_file(file) and not _NEVER & set(file.parts) and not _is_copy(file)
 
 
 def _is_copy(file: Path) -> bool:

@@ -41,7 +41,7 @@ from typing import IO, Any
 
 from roll.atomic_files import atomic_write, to_json
 from roll.config.errors import RunError, UserError
-from roll.config.file_modes import like_its_folder, tree_like_its_folder
+from roll.config.file_modes import inherit_folder_mode, inherit_folder_mode_recursively
 from roll.config.hints import option
 from roll.run.format import FORMAT_FILE, check_format, write_format
 
@@ -182,7 +182,7 @@ class RunFolder:
         with suppress(PermissionError):
             os.chmod(os.path.realpath(self.path), int(mode, 8))
         for inside in self.path.iterdir():
-            tree_like_its_folder(inside)
+            inherit_folder_mode_recursively(inside)
 
     def delete_leftovers(self) -> None:
         """Deletes temporary files that a killed process never renamed; the caller holds the lock."""
@@ -258,7 +258,7 @@ class RunFolder:
         """Locks the run for writing. A second lock, in any process, is refused; the lock ends with its process."""
         try:
             file = (self.path / ".lock").open("a+")
-            like_its_folder(self.path / ".lock")
+            inherit_folder_mode(self.path / ".lock")
         except OSError as error:
             raise UserError(f"cannot write to {self.path} ({error.strerror}): write run.dir=OTHER") from error
         with file:

@@ -18,7 +18,7 @@ from typing import Any
 
 from roll.atomic_files import sync_folder, to_json
 from roll.config.errors import RunError
-from roll.config.file_modes import like_its_folder
+from roll.config.file_modes import inherit_folder_mode
 from roll.run.folder import RunFolder
 
 
@@ -32,7 +32,7 @@ class History:
         new = not self.path.exists()
         try:
             with self.path.open("ab+") as file:
-                like_its_folder(self.path)
+                inherit_folder_mode(self.path)
                 size = file.seek(0, os.SEEK_END)
                 if size and _last_byte(self.path) != b"\n":
                     line = b"\n" + line  # a line half-written by a kill becomes a line of its own, which readers skip

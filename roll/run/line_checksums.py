@@ -21,7 +21,7 @@ from pathlib import Path
 from zlib import crc32
 
 from roll.config.errors import RunError
-from roll.config.file_modes import like_its_folder
+from roll.config.file_modes import inherit_folder_mode
 
 FOLDER = "sums"
 _RECORD_BYTES = 14
@@ -133,7 +133,7 @@ def write_checksums(run: Path, file: Path, values: Iterable[int]) -> None:
     _make_folder(run, path.parent)
     aside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     aside.write_bytes(b"".join(records))
-    like_its_folder(aside)
+    inherit_folder_mode(aside)
     os.replace(aside, path)
 
 
@@ -182,7 +182,7 @@ def _make_folder(run: Path, folder: Path) -> None:
         if folder != run:
             _make_folder(run, folder.parent)
         folder.mkdir(exist_ok=True)
-        like_its_folder(folder)
+        inherit_folder_mode(folder)
 
 
 def _parse(name: str, content: bytes) -> Checksums:

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from roll.atomic_files import atomic_write, to_json
 from roll.config.errors import RunError, UserError
-from roll.config.file_modes import like_its_folder
+from roll.config.file_modes import inherit_folder_mode
 from roll.config.renames import metric
 from roll.config.secrets import KNOWN
 from roll.run.folder import RunFolder
@@ -139,7 +139,7 @@ def _whole_lines(path: Path) -> list[bytes]:
 
 def _open_at_whole_line(path: Path) -> IO[bytes]:
     file = path.open("ab+")
-    like_its_folder(path)
+    inherit_folder_mode(path)
     file.seek(0)
     file.truncate(file.read().rfind(b"\n") + 1)
     file.seek(0, os.SEEK_END)

@@ -19,7 +19,7 @@ from typing import Any
 from roll.atomic_files import atomic_open, atomic_write
 from roll.config import load_config
 from roll.config.errors import UserError
-from roll.config.hints import option, resuming
+from roll.config.hints import option, resume_command
 from roll.ledger.index_tables import index_path
 from roll.ledger.log_repair import CheckpointMark, RepairedLog, repair_log
 from roll.run.checkpoint import Checkpoint, Checkpoints
@@ -60,10 +60,10 @@ class Repair:
         if self.settings_lost:
             return "put config.yaml back: the run cannot continue without it"
         if self.checkpoint is not None:
-            return f"`{resuming('CONFIG')}` continues from step {self.checkpoint.step}"
+            return f"`{resume_command('CONFIG')}` continues from step {self.checkpoint.step}"
         if History(self.folder).newest_saved() is not None:
             return f"no whole checkpoint is left: put one back, or start over with {option('restart')}"
-        return f"the run has no checkpoint yet: `{resuming('CONFIG')}` starts from the beginning"
+        return f"the run has no checkpoint yet: `{resume_command('CONFIG')}` starts from the beginning"
 
     @property
     def can_continue(self) -> bool:

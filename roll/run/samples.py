@@ -10,7 +10,7 @@ from typing import Any
 
 from roll.atomic_files import atomic_open, to_json_line
 from roll.config.errors import RunError, UserError
-from roll.config.file_modes import like_its_folder
+from roll.config.file_modes import inherit_folder_mode
 from roll.run.folder import RunFolder
 from roll.run.line_checksums import audit, drop_checksums, line_checksum, write_checksums
 
@@ -24,7 +24,7 @@ def write_samples(folder: RunFolder, step: int, rows: Iterable[Mapping[str, Any]
     Several writers write one part each: `samples/step-000010.part-3.jsonl`.
     """
     folder.samples_dir.mkdir(exist_ok=True)
-    like_its_folder(folder.samples_dir)
+    inherit_folder_mode(folder.samples_dir)
     path = _path(folder, step, part)
     sum_of, sums = line_checksum(folder.path, path), list[int]()
     drop_checksums(folder.path, path)

@@ -43,7 +43,7 @@ from typing import Any
 
 from roll.atomic_files import to_json
 from roll.config.errors import RunError
-from roll.config.file_modes import like_its_folder
+from roll.config.file_modes import inherit_folder_mode
 from roll.ledger.log import Transition
 from roll.run.folder import RunFolder
 from roll.run.state_latency import ENDS
@@ -107,7 +107,7 @@ class Trace:
         self.path = path
         self._room = self._max_bytes - _RESERVED_BYTES
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        like_its_folder(path)
+        inherit_folder_mode(path)
         self._glue = "[\n"
         self._labelled: set[int] = set()
         """Rows and lanes whose names are in this file."""

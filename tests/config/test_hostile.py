@@ -89,7 +89,7 @@ def test_a_pipe_that_nobody_writes_to_ends(tmp_path: Path, monkeypatch: pytest.M
     assert "a pipe that nobody has written to" in refusal(str(tmp_path / "x.yaml"))
 
 
-NUMBERS = [path for path in schema_tree.known_paths() if schema_tree.plain(schema_tree.type_at(path)) in (int, float)]
+NUMBERS = [path for path in schema_tree.known_paths() if schema_tree.unwrapped(schema_tree.type_at(path)) in (int, float)]
 NO_LIMIT = {"train.clip_grad_norm", "algorithm.clip_high", "algorithm.correction_cap"}
 ODD = [".nan", ".inf", "-.inf", "1e400", "-1e400", "1e999999999", str(10**30), str(-(10**30)), "9" * 5000]
 
@@ -99,7 +99,7 @@ def test_no_number_of_any_setting_takes_what_is_no_number(tmp_path: Path) -> Non
     for path in NUMBERS:
         name = schema_tree.dotted(path)
         for odd in ODD:
-            large = schema_tree.plain(schema_tree.type_at(path)) is float and odd.endswith("000")
+            large = schema_tree.unwrapped(schema_tree.type_at(path)) is float and odd.endswith("000")
             if large or (odd == ".inf" and name in NO_LIMIT):
                 continue
             said = refusal({}, [f"{name}={odd}"])

@@ -13,7 +13,7 @@ import pytest
 
 from roll.config import Config, changed_keys, dump_config, load_config
 from roll.config.errors import UserError
-from roll.config.root import find_local, located, names_in, with_names
+from roll.config.root import find_local, names_in, with_absolute_paths, with_names
 from roll.config.user_code import SENT_FOLDER, load_user_code, working_copy
 from roll.data.chat_sources import load_chats
 from roll.data.sources import load_tasks
@@ -163,13 +163,13 @@ def test_an_override_that_names_no_file_is_taken_as_it_is(project: Path, overrid
 def test_a_model_and_a_run_are_looked_for_beside_the_file_and_then_in_the_working_directory(project: Path) -> None:
     beside, here = project / "configs" / "weights", Path("weights").absolute()
     file = written(project / "configs" / "a.yaml", {"model": {"path": "weights", "chat_template": "t.jinja"}})
-    assert located(load_config(file)).model.path == "weights"
+    assert with_absolute_paths(load_config(file)).model.path == "weights"
     here.mkdir()
-    assert located(load_config(file)).model.path == str(here)
+    assert with_absolute_paths(load_config(file)).model.path == str(here)
     beside.mkdir()
-    assert located(load_config(file)).model.path == str(beside)
-    assert located(load_config(file, ["model=weights"])).model.path == str(here)
-    assert located(load_config(file)).model.chat_template == str(project / "configs" / "t.jinja")
+    assert with_absolute_paths(load_config(file)).model.path == str(beside)
+    assert with_absolute_paths(load_config(file, ["model=weights"])).model.path == str(here)
+    assert with_absolute_paths(load_config(file)).model.chat_template == str(project / "configs" / "t.jinja")
     assert find_local("weights", project / "configs") == beside
     assert find_local("tiny", project / "configs") is None
 

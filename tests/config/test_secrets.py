@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis_examples import examples
 
 from roll.config import Config, RunError, UserError, changed_keys, dump_config, load_config
-from roll.config.load import saved_without_secrets
+from roll.config.load import redacted_config_yaml
 from roll.config.secrets import REDACTED, Secrets, is_secret_name, redacted, resolved, secrets_in
 
 VALUE = "Zq7-a/tok+en9"
@@ -177,10 +177,10 @@ def test_another_secret_is_no_change_of_a_setting() -> None:
 
 def test_saved_configurations_of_older_versions_lose_their_secrets() -> None:
     old = f"reward:\n  name: http\n  options:\n    headers: {{Authorization: Bearer {VALUE}}}\nseed: 3\n"
-    new = saved_without_secrets(old)
+    new = redacted_config_yaml(old)
     assert VALUE not in new
     assert "seed: 3" in new
-    assert saved_without_secrets(new) == new
+    assert redacted_config_yaml(new) == new
 
 
 def test_messages_have_no_secrets() -> None:
