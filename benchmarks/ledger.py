@@ -121,7 +121,14 @@ def write_raw(path: Path, contents: list[bytes]) -> None:
 
 def ask(path: Path) -> None:
     with LedgerIndex.open(path) as index:
-        index.states(), index.undone(), index.balance(), index.reasons(), index.stages(), index.solve_rates()
+        (
+            index.states(),
+            index.rolled_back_samples(),
+            index.balance(),
+            index.reasons(),
+            index.state_latencies(),
+            index.solve_rates(),
+        )
 
 
 def best(path: Path, repeats: int, run: Callable[[], None]) -> tuple[float, float]:

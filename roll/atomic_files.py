@@ -24,16 +24,16 @@ DIGEST = "sha256"
 def atomic_open(path: Path) -> Iterator[IO[bytes]]:
     """Opens a file that gets the name `path` only when the block ends without an error; until then the old file
     remains."""
-    aside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
-        with aside.open("wb") as file:
-            inherit_folder_mode(aside)
+        with temporary.open("wb") as file:
+            inherit_folder_mode(temporary)
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, path)
+        os.replace(temporary, path)
     except BaseException as error:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(path)
         raise
@@ -55,7 +55,7 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def _plain(value: Any) -> Any:
+def _json_form(value: Any) -> Any:
     """The JSON form of a NumPy or torch value, or of a path."""
     if hasattr(value, "tolist"):
         return value.tolist()
@@ -76,11 +76,11 @@ def _without_nan(value: Any) -> Any:
         return {key: _without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_without_nan(item) for item in value]
-    return _without_nan(_plain(value))
+    return _without_nan(_json_form(value))
 
 
-_compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False, default=_plain)
-_indented = json.JSONEncoder(indent=2, allow_nan=False, default=_plain)
+_compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False, default=_json_form)
+_indented = json.JSONEncoder(indent=2, allow_nan=False, default=_json_form)
 
 
 def to_json(value: Any, *, indent: bool = False) -> str:
@@ -101,7 +101,7 @@ def _encoded(encoder: json.JSONEncoder, value: Any) -> str:
 def to_json_line(value: Any) -> bytes:
     """The same for large values, ten times as fast: one line of UTF-8 with its newline; NumPy arrays become lists."""
     try:
-        line = orjson.dumps(value, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+        line = orjson.dumps(value, default=_json_form, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
         return to_json(value).encode() + b"\n" if KNOWN.within_bytes(line) else line
     except TypeError:  # a number of more than 64 bits, a key that is not text, text that is not Unicode
         return to_json(value).encode() + b"\n"

@@ -141,7 +141,7 @@ def check(path: Path, index: LedgerIndex) -> None:
     """Everything that can be asked, against the model."""
     model = Model.of(path)
     assert index.states() == model.states() == Counter(move.state for move in Ledger.lineage(path).values())
-    assert index.undone() == len(model.ways) - len(model.finals)
+    assert index.rolled_back_samples() == len(model.ways) - len(model.finals)
     assert index.span() == (
         min((way[0].time_s for way in model.finals.values()), default=0.0),
         max((moves[-1].time_s for moves in model.records.values() if moves[-1].state != ROLLED_BACK), default=0.0),
@@ -152,16 +152,16 @@ def check(path: Path, index: LedgerIndex) -> None:
     rates = {rate.task: (rate.solve_rate, rate.samples, rate.visits, rate.last_visit_s) for rate in index.solve_rates()}
     assert {task: pytest.approx(rate) for task, rate in model.solve_rates().items()} == rates
     for sample, moves in model.records.items():
-        story = index.sample(sample)
-        assert [step.transition for step in story.steps] == moves
+        history_of = index.sample(sample)
+        assert [step.transition for step in history_of.steps] == moves
         way = model.ways[sample][-1][1]
-        assert [step.transition for step in story.steps if step.counts] == list(way)
-        assert (story.state, story.reason) == ((way[-1].state, way[-1].reason) if way else (None, ""))
+        assert [step.transition for step in history_of.steps if step.counts] == list(way)
+        assert (history_of.state, history_of.reason) == ((way[-1].state, way[-1].reason) if way else (None, ""))
     check_tasks(index, model)
 
 
 def check_stages(index: LedgerIndex, seconds: dict[str, list[float]]) -> None:
-    stages = {stage.state: stage for stage in index.stages()}
+    stages = {stage.state: stage for stage in index.state_latencies()}
     assert stages.keys() == seconds.keys()
     for state, values in seconds.items():
         stage = stages[state]

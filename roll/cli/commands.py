@@ -76,8 +76,8 @@ CodeOption = Annotated[
 ]
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         from roll.config.version import __version__
 
         print(f"roll {__version__}")
@@ -137,12 +137,14 @@ def train(
         if not summary["stopped"]:
             print_summary(_console, summary)
             return
-        again = shlex.join(["roll", "train", config, *(overrides or []), "--resume", *(["--code", code] if code else [])])
+        command = shlex.join(
+            ["roll", "train", config, *(overrides or []), "--resume", *(["--code", code] if code else [])]
+        )
         for line in held_out_lines(summary) if live else ():  # the plain reporter has printed them
             _console.print(line, markup=False, highlight=False)
         done = f"stopped after step {summary['steps']} of {summary['steps_planned']}; continue with"
         _console.print(done, highlight=False)
-        _console.print(f"  {again}", highlight=False, markup=False, soft_wrap=True)
+        _console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(exit_status(Stopped(signal.Signals[summary["stopped_by"]])))
 
 
@@ -207,21 +209,23 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
 
     pipeline = prepare(settings, found=found)
     with executor_of(settings) as executor:
-        made = make_plan(pipeline.config, pipeline.requirements, inventory_of(settings, executor))
-    trained = f", of adapters {made.adapters:,}" if made.adapters else ""
-    what = f"{made.model}: {made.parameters:,} parameters{trained} in {made.dtype}, executor {settings.executor}"
-    _console.print(what, markup=False, soft_wrap=True)
-    for drawn in render_plan(made, _console.width):
-        _console.print(drawn)
+        run_plan = make_plan(pipeline.config, pipeline.requirements, inventory_of(settings, executor))
+    trained = f", of adapters {run_plan.adapters:,}" if run_plan.adapters else ""
+    headline = (
+        f"{run_plan.model}: {run_plan.parameters:,} parameters{trained} in {run_plan.dtype}, executor {settings.executor}"
+    )
+    _console.print(headline, markup=False, soft_wrap=True)
+    for table in render_plan(run_plan, _console.width):
+        _console.print(table)
     if pipeline.answer_check:
         _console.print(pipeline.answer_check, markup=False, highlight=False)
     for warning in pipeline.warnings:
         _console.print(Text(f"warning: {warning}", "yellow"), soft_wrap=True)
-    place = Path(settings.run.dir)
-    if (too_much := disk_warning(made.writes, place)) is not None:
-        _console.print(Text(f"warning: {too_much}", "yellow"), soft_wrap=True)
-    check_memory(made)
-    check_disk(made.writes, place)
+    run_dir = Path(settings.run.dir)
+    if (full_warning := disk_warning(run_plan.writes, run_dir)) is not None:
+        _console.print(Text(f"warning: {full_warning}", "yellow"), soft_wrap=True)
+    check_memory(run_plan)
+    check_disk(run_plan.writes, run_dir)
 
 
 @app.command()
@@ -235,17 +239,17 @@ def ledger(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with all rows.")] = False,
 ) -> None:
     """Show what became of every task and sample of a run, also while it is running."""
-    from roll.cli.ledger import LedgerQuery, answers, print_answers
+    from roll.cli.ledger import LedgerQuery, print_results, run_query
     from roll.run import LedgerIndex, RunFolder
 
     record = run if run.is_file() else RunFolder.open(run).ledger_path
     with _errors.status("reading the ledger") as status:
         index = LedgerIndex.open(record, lambda done, size: status.update(f"reading the ledger: {done / size:.0%}"))
     with index:
-        found = answers(index, LedgerQuery(task, sample, dropped, stages, solve_rates))
+        found = run_query(index, LedgerQuery(task, sample, dropped, stages, solve_rates))
     if not as_json and not run.is_file():
         _print_reward(run)
-    print_answers(_console, found, as_json)
+    print_results(_console, found, as_json)
 
 
 @app.command()
@@ -261,8 +265,8 @@ def export(
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     step = export_model(run, folder, adapter=adapter)
     loads = "PeftModel.from_pretrained(base, " if adapter else "AutoModelForCausalLM.from_pretrained("
-    said = f"step {step} of {run} is in {folder}: {loads}{str(folder)!r})"
-    _console.print(said, markup=False, soft_wrap=True)
+    message = f"step {step} of {run} is in {folder}: {loads}{str(folder)!r})"
+    _console.print(message, markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -272,21 +276,23 @@ def repair(
 ) -> None:
     """Find and repair damage in a run's folder; what is taken out is moved aside, never deleted."""
     from roll.rollout.buffer_checkpoint import under_way
-    from roll.run.repair import repair as mend
+    from roll.run.repair import repair as repair_run
 
-    done = mend(run, under_way, dry_run=dry_run)
-    for finding in done.findings:
+    repaired = repair_run(run, under_way, dry_run=dry_run)
+    for finding in repaired.findings:
         _console.print(finding, markup=False, highlight=False, soft_wrap=True)
-    if not done.findings:
-        said = f"nothing in {run} is damaged"
+    if not repaired.findings:
+        message = f"nothing in {run} is damaged"
     elif dry_run:
-        said = f"nothing was changed: `roll repair {run}` mends it"
+        message = f"nothing was changed: `roll repair {run}` mends it"
     else:
-        said = f"repaired; what was there before is in {done.aside}" if done.aside else "repaired"
-    _console.print(said, markup=False, highlight=False, soft_wrap=True)
+        message = (
+            f"repaired; what was there before is in {repaired.backup_folder}" if repaired.backup_folder else "repaired"
+        )
+    _console.print(message, markup=False, highlight=False, soft_wrap=True)
     if not dry_run:
-        _console.print(f"next: {done.next}", markup=False, highlight=False, soft_wrap=True)
-    if not done.can_continue:
+        _console.print(f"next: {repaired.next_step}", markup=False, highlight=False, soft_wrap=True)
+    if not repaired.can_continue:
         raise typer.Exit(1)
 
 
@@ -318,9 +324,9 @@ def _config_of(target: str, overrides: list[str], code: str | None) -> Config:
         return load_config(target, overrides)
     from roll.pipeline.run_code import config_of_run
 
-    config, said = config_of_run(Path(target), overrides, code)
-    if said:
-        _errors.print(said, markup=False, highlight=False, soft_wrap=True)
+    config, message = config_of_run(Path(target), overrides, code)
+    if message:
+        _errors.print(message, markup=False, highlight=False, soft_wrap=True)
     return config
 
 
@@ -330,9 +336,9 @@ def _check_code(config: Config, code: str | None) -> Code | None:
     from roll.run.folder import RunFolder
 
     chosen = check_code(code)
-    place = Path(config.run.dir)
-    if RunFolder.is_run(place):
-        code_to_resume(config, {}, place, chosen)
+    run_dir = Path(config.run.dir)
+    if RunFolder.is_run(run_dir):
+        code_to_resume(config, {}, run_dir, chosen)
     return chosen
 
 

@@ -37,7 +37,7 @@ class LiveReporter:
         self._report: StepReport | None = None
         self._values: list[float] = []
         self._measured: list[tuple[int, HeldOutResult]] = []
-        self._stages = StateTable()
+        self._states = StateTable()
         # Last, because it draws at once.
         self._live = Live(console=console, refresh_per_second=4, transient=False, get_renderable=self._draw)
 
@@ -69,8 +69,8 @@ class LiveReporter:
         self._values.append(report.value)
         self._phase = "training"
 
-    def stages(self, table: StateTable) -> None:
-        self._stages = table
+    def sample_states(self, table: StateTable) -> None:
+        self._states = table
 
     def warned(self, text: str) -> None:
         self._console.print(Text(text, style="yellow"))
@@ -95,13 +95,13 @@ class LiveReporter:
             for fact in report.facts:
                 table.add_row(*fact)
             table.add_row("time", f"{report.seconds:.1f} s per step, {clock(report.seconds_left)} left")
-        if shares := share_texts(self._stages):
+        if shares := share_texts(self._states):
             table.add_row("rollout", ", ".join(shares))
         table.add_row("now", self._phase)
         bar = ProgressBar(total=max(self._steps, 1), completed=done, width=60)
         parts: list[RenderableType] = [Padding(bar, (0, 0, 1, 0)), table]
-        if self._stages.rows:
-            parts.append(Padding(phase_grid(self._stages), (1, 0, 0, 0)))
+        if self._states.rows:
+            parts.append(Padding(state_grid(self._states), (1, 0, 0, 0)))
         return Panel(
             Group(*parts),
             title=f"roll · {escape(str(self._run))}",
@@ -110,27 +110,27 @@ class LiveReporter:
         )
 
 
-def phase_grid(stages: StateTable) -> Table:
+def state_grid(states: StateTable) -> Table:
     """One column per state: the samples in it, and how long samples that left it had stayed."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
-    for _ in stages.rows:
+    for _ in states.rows:
         grid.add_column(justify="right")
-    grid.add_row("stage", *(Text(row.state, style="dim") for row in stages.rows))
-    grid.add_row("samples", *(str(row.now) for row in stages.rows))
-    grid.add_row("mean s", *(short(row.mean_s) for row in stages.rows))
-    grid.add_row("p99 s", *(short(row.p99_s) for row in stages.rows))
+    grid.add_row("stage", *(Text(row.state, style="dim") for row in states.rows))
+    grid.add_row("samples", *(str(row.now) for row in states.rows))
+    grid.add_row("mean s", *(short(row.mean_s) for row in states.rows))
+    grid.add_row("p99 s", *(short(row.p99_s) for row in states.rows))
     return grid
 
 
-def share_texts(stages: StateTable) -> list[str]:
+def share_texts(states: StateTable) -> list[str]:
     """Short texts about discarded tokens and staleness, as far as they are known."""
     texts = []
-    if stages.waste_share is not None:
-        texts.append(f"{stages.waste_share:.1%} of generated tokens discarded")
-    if stages.staleness_mean is not None:
-        most = "" if stages.staleness_max is None else f" (max {stages.staleness_max:g})"
-        texts.append(f"staleness {stages.staleness_mean:.2f}{most}")
+    if states.waste_share is not None:
+        texts.append(f"{states.waste_share:.1%} of generated tokens discarded")
+    if states.staleness_mean is not None:
+        most = "" if states.staleness_max is None else f" (max {states.staleness_max:g})"
+        texts.append(f"staleness {states.staleness_mean:.2f}{most}")
     return texts
 
 

@@ -62,7 +62,7 @@ def examine() -> list[CheckResult]:
     findings = [CheckResult("python", platform.python_version()), CheckResult("roll", __version__)]
     findings += [_package(name, "installing ROLL brings it, see README.md") for name in NEEDED]
     findings += [_optional(package) for package in OPTIONAL]
-    return [*findings, *_devices(), *_sandbox(), *_places()]
+    return [*findings, *_devices(), *_sandbox(), *_folders()]
 
 
 def _package(name: str, advice: str) -> CheckResult:
@@ -118,15 +118,20 @@ def _sandbox() -> list[CheckResult]:
     return [CheckResult("sandbox", f"{value}; {why}" if why and best is not levels[0] else value), memory]
 
 
-def _places() -> list[CheckResult]:
+def _folders() -> list[CheckResult]:
     from roll.model.find import cache_folder
 
     cache = cache_folder()
     existing = next(parent for parent in (cache, *cache.parents) if parent.exists())
     free = shutil.disk_usage(Path.cwd()).free
-    written, roomy = os.access(existing, os.W_OK), free > 5 * 2**30
+    written, enough_space = os.access(existing, os.W_OK), free > 5 * 2**30
     unwritten = "the folder cannot be written: set XDG_CACHE_HOME to one that can"
     return [
         CheckResult("model cache", str(cache), written, "" if written else unwritten),
-        CheckResult("free disk here", f"{free / 2**30:.1f} GiB", roomy, "" if roomy else "checkpoints take gigabytes"),
+        CheckResult(
+            "free disk here",
+            f"{free / 2**30:.1f} GiB",
+            enough_space,
+            "" if enough_space else "checkpoints take gigabytes",
+        ),
     ]

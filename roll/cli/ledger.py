@@ -57,28 +57,28 @@ class LedgerResult:
     show: Callable[[Any], Iterator[RenderableType]]
 
 
-def answers(index: LedgerIndex, questions: LedgerQuery) -> list[LedgerResult]:
+def run_query(index: LedgerIndex, query: LedgerQuery) -> list[LedgerResult]:
     """The results, in a fixed order."""
-    found = []
-    if questions.task is not None:
-        found.append(LedgerResult("task", index.task(questions.task), partial(_task, questions.task)))
-    if questions.sample is not None:
-        found.append(LedgerResult("sample", index.sample(questions.sample), _sample))
-    if questions.dropped:
-        found.append(LedgerResult("dropped", index.reasons(), _reasons))
-    if questions.stages:
-        found.append(LedgerResult("stages", index.stages(), _stages))
-    if questions.solve_rates:
-        found.append(LedgerResult("solve_rates", index.solve_rates(), _solve_rates))
-    return found or [LedgerResult("summary", _summary_of(index), _summary)]
+    results = []
+    if query.task is not None:
+        results.append(LedgerResult("task", index.task(query.task), partial(_task, query.task)))
+    if query.sample is not None:
+        results.append(LedgerResult("sample", index.sample(query.sample), _sample))
+    if query.dropped:
+        results.append(LedgerResult("dropped", index.reasons(), _reasons))
+    if query.stages:
+        results.append(LedgerResult("stages", index.state_latencies(), _state_latencies))
+    if query.solve_rates:
+        results.append(LedgerResult("solve_rates", index.solve_rates(), _solve_rates))
+    return results or [LedgerResult("summary", _summary_of(index), _summary)]
 
 
-def print_answers(console: Console, found: list[LedgerResult], as_json: bool) -> None:
+def print_results(console: Console, results: list[LedgerResult], as_json: bool) -> None:
     if as_json:
-        print(json.dumps({answer.name: _plain(answer.value) for answer in found}, indent=2))
+        print(json.dumps({result.name: _plain(result.value) for result in results}, indent=2))
         return
-    for answer in found:
-        for part in answer.show(answer.value):
+    for result in results:
+        for part in result.show(result.value):
             console.print(part, highlight=False)
 
 
@@ -91,7 +91,13 @@ def _plain(value: Any) -> Any:
 def _summary_of(index: LedgerIndex) -> LedgerSummary:
     first_s, last_s = index.span()
     return LedgerSummary(
-        index.states(), index.undone(), first_s, last_s, index.balance(), index.reasons(), index.stages()
+        index.states(),
+        index.rolled_back_samples(),
+        first_s,
+        last_s,
+        index.balance(),
+        index.reasons(),
+        index.state_latencies(),
     )
 
 
@@ -112,7 +118,7 @@ def _summary(summary: LedgerSummary) -> Iterator[RenderableType]:
         yield Text(f"{summary.undone:,} more samples were undone by going back to a checkpoint, and not done again")
     if summary.reasons:
         yield from _reasons(summary.reasons[:_TOP])
-    yield from _stages(summary.stages)
+    yield from _state_latencies(summary.stages)
     yield from _verdict(summary.balance)
 
 
@@ -144,16 +150,22 @@ def _reasons(counts: list[ReasonCount]) -> Iterator[RenderableType]:
     yield from _left_out(len(counts) - _ROWS)
 
 
-def _stages(stages: list[StateLatency]) -> Iterator[RenderableType]:
-    whole_s = sum(stage.total_s for stage in stages) or 1.0
+def _state_latencies(latencies: list[StateLatency]) -> Iterator[RenderableType]:
+    total_s = sum(latency.total_s for latency in latencies) or 1.0
     yield _table(
         ["seconds in", ">times", ">mean", ">p50", ">p99", ">max", ">of all"],
         (
             [
-                *(stage.state, f"{stage.times:,}", seconds(stage.mean_s), seconds(stage.p50_s), seconds(stage.p99_s)),
-                *(seconds(stage.max_s), f"{stage.total_s / whole_s:.1%}"),
+                *(
+                    latency.state,
+                    f"{latency.times:,}",
+                    seconds(latency.mean_s),
+                    seconds(latency.p50_s),
+                    seconds(latency.p99_s),
+                ),
+                *(seconds(latency.max_s), f"{latency.total_s / total_s:.1%}"),
             ]
-            for stage in stages
+            for latency in latencies
         ),
     )
 
@@ -216,8 +228,8 @@ def _path(steps: Sequence[HistoryEntry]) -> Text:
     for step, spent in zip(steps, _spent(steps), strict=True):
         reason = f"({step.transition.reason})" if step.transition.reason else ""
         path.append(" → " if path else "")
-        said = " ".join(part for part in (step.transition.state, reason, spent) if part)
-        path.append(said, style="" if step.counts else "dim")
+        text = " ".join(part for part in (step.transition.state, reason, spent) if part)
+        path.append(text, style="" if step.counts else "dim")
     return path
 
 

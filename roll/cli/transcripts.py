@@ -52,10 +52,10 @@ def _verdict(transcript: Transcript) -> str:
 
 
 def _outcome(transcript: Transcript) -> Text:
-    said = [_verdict(transcript)]
-    said += [f"{name} {value:g}" for name, value in transcript.parts.items()]
+    facts = [_verdict(transcript)]
+    facts += [f"{name} {value:g}" for name, value in transcript.parts.items()]
     if transcript.finish is not None:
-        said.append(f"{'last answer ' if 'turns' in transcript.parts else ''}ended by {transcript.finish}")
+        facts.append(f"{'last answer ' if 'turns' in transcript.parts else ''}ended by {transcript.finish}")
     if transcript.reason:
-        said.append(transcript.reason)
-    return Text("  " + ", ".join(said), style="magenta" if transcript.state == "scored" else "red")
+        facts.append(transcript.reason)
+    return Text("  " + ", ".join(facts), style="magenta" if transcript.state == "scored" else "red")

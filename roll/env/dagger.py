@@ -140,7 +140,7 @@ def _task_set(config: Config) -> TaskSet:
 def _config(folder: RunFolder) -> Config:
     """The config of a run with the code that it was trained with."""
     config, code = load_config(folder.config_path), RunCode.open(folder.path)
-    return config if code is None or not code.manifest.pieces else code.applied(config)
+    return config if code is None or not code.manifest.pieces else code.with_recorded_code(config)
 
 
 def _demonstrations(folder: RunFolder, count: int) -> Iterator[Chat]:

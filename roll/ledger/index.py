@@ -18,11 +18,11 @@ from roll.config.errors import RunError, UserError
 from roll.config.suggest import did_you_mean
 from roll.ledger.histogram import quantile
 from roll.ledger.index_rows import IndexRow
-from roll.ledger.index_tables import Progress, index_path, up_to_date
+from roll.ledger.index_tables import Progress, index_path, open_updated
 from roll.ledger.log import Transition
-from roll.ledger.sample_history import HistoryEntry, group_of, read_records, story
+from roll.ledger.sample_history import HistoryEntry, group_of, history_of, read_records
 
-_LIFE = ("queued", "generating", "paused", "acting", "scoring", "scored", "kept", "trained", "dropped", "failed")
+_STATE_ORDER = ("queued", "generating", "paused", "acting", "scoring", "scored", "kept", "trained", "dropped", "failed")
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class LedgerIndex:
         if not record.exists():
             raise UserError(f"{record} does not exist: write the folder of a run that has a ledger")
         try:
-            return cls(record, up_to_date(record, progress))
+            return cls(record, open_updated(record, progress))
         except sqlite3.Error as error:
             raise RunError(f"cannot make an index of {record}: {error}") from error
 
@@ -127,31 +127,31 @@ class LedgerIndex:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _ask(self, question: str, *values: Any) -> list[tuple[Any, ...]]:
+    def _query(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         try:
-            return self._database.execute(question, values).fetchall()
+            return self._database.execute(sql, values).fetchall()
         except sqlite3.DatabaseError as error:
             path = index_path(self.record)
             raise RunError(f"{path} cannot be read ({error}): delete it, it is made again from the ledger") from error
 
     def states(self) -> dict[str, int]:
         """Number of samples per state in the lineage."""
-        counts = dict(self._ask("SELECT state, count(*) FROM samples WHERE state IS NOT NULL GROUP BY state"))
-        return {state: counts[state] for state in sorted(counts, key=life_order)}
+        counts = dict(self._query("SELECT state, count(*) FROM samples WHERE state IS NOT NULL GROUP BY state"))
+        return {state: counts[state] for state in sorted(counts, key=state_order)}
 
-    def undone(self) -> int:
+    def rolled_back_samples(self) -> int:
         """Number of samples in the ledger but not in the lineage: all their transitions were rolled back and not
         repeated."""
-        return int(self._ask("SELECT count(*) FROM samples WHERE state IS NULL")[0][0])
+        return int(self._query("SELECT count(*) FROM samples WHERE state IS NULL")[0][0])
 
     def span(self) -> tuple[float, float]:
         """When the lineage's first sample began, and the time of the last transition."""
-        first, last = self._ask("SELECT min(first_s), max(last_s) FROM samples")[0]
+        first, last = self._query("SELECT min(first_s), max(last_s) FROM samples")[0]
         return first or 0.0, last or 0.0
 
     def balance(self) -> LedgerBalance:
         """Whether every group ended or is still open, and no sample ended twice."""
-        problems = self._ask(
+        problems = self._query(
             "SELECT sample, CASE WHEN ends > 1 THEN 'ended ' || ends || ' times' WHEN task IS NULL THEN 'is of no task' "
             "WHEN state IN ('dropped', 'failed') AND reason = '' THEN state || ' without a reason' END AS what "
             "FROM samples WHERE state IS NOT NULL AND what IS NOT NULL ORDER BY grp, sample"
@@ -159,7 +159,7 @@ class LedgerIndex:
         return LedgerBalance(self._ends("grp"), self._ends("task"), tuple(Problem(*found) for found in problems))
 
     def _ends(self, key: str) -> Ends:
-        counts = self._ask(
+        counts = self._query(
             "SELECT CASE WHEN goes_on THEN 'open' WHEN trained THEN 'trained' WHEN dropped THEN 'dropped' "
             "ELSE 'failed' END AS ended, count(*) FROM (SELECT max(state = 'trained') AS trained, "
             "max(state = 'dropped') AS dropped, max(state NOT IN ('trained', 'dropped', 'failed')) AS goes_on "
@@ -170,27 +170,27 @@ class LedgerIndex:
     def reasons(self) -> list[ReasonCount]:
         """Why samples were dropped, failed or requeued, the most samples first; reasons that agree up to their colon are
         one."""
-        standing = self._ask(
+        current = self._query(
             "SELECT state, trim(substr(reason, 1, instr(reason || ':', ':') - 1)) AS class, count(*), "
             "count(DISTINCT task), min(reason) FROM samples WHERE state IS NOT NULL AND reason != '' "
             "GROUP BY state, class"
         )
-        now = {(state, kind): rest for state, kind, *rest in standing}
+        current_counts = {(state, kind): rest for state, kind, *rest in current}
         counts = []
-        for state, kind, times in self._ask("SELECT state, class, times FROM reasons"):
-            samples, tasks, example = now.get((state, kind), (0, 0, kind))
+        for state, kind, times in self._query("SELECT state, class, times FROM reasons"):
+            samples, tasks, example = current_counts.get((state, kind), (0, 0, kind))
             counts.append(ReasonCount(state, kind, samples, tasks, times, example))
         return sorted(counts, key=lambda count: (-count.samples, -count.times, count.state, count.reason))
 
-    def stages(self) -> list[StateLatency]:
+    def state_latencies(self) -> list[StateLatency]:
         """Seconds per state, in the order of a sample's lifecycle."""
-        rows = self._ask("SELECT state, bucket, times, total_s, longest_s FROM stages ORDER BY state, bucket")
-        stages = [_stage(state, list(buckets)) for state, buckets in groupby(rows, key=lambda row: row[0])]
-        return sorted(stages, key=lambda stage: life_order(stage.state))
+        rows = self._query("SELECT state, bucket, times, total_s, longest_s FROM stages ORDER BY state, bucket")
+        latencies = [_state_latency(state, list(buckets)) for state, buckets in groupby(rows, key=lambda row: row[0])]
+        return sorted(latencies, key=lambda latency: state_order(latency.state))
 
     def solve_rates(self) -> list[TaskSolveRate]:
         """The mean reward per task that has one, the hardest first."""
-        rows = self._ask(
+        rows = self._query(
             "SELECT task, avg(reward) AS rate, count(*), count(DISTINCT grp), max(scored_s) FROM samples "
             "WHERE reward IS NOT NULL AND task IS NOT NULL GROUP BY task ORDER BY rate, task"
         )
@@ -198,48 +198,48 @@ class LedgerIndex:
 
     def task(self, task: str) -> list[Attempt]:
         """Every sample that attempted the task, in the order they began."""
-        rows = self._ask("SELECT sample, offsets FROM samples JOIN attempts USING (grp) WHERE attempts.task = ?", task)
+        rows = self._query("SELECT sample, offsets FROM samples JOIN attempts USING (grp) WHERE attempts.task = ?", task)
         if not rows:
             near = "SELECT DISTINCT task FROM attempts ORDER BY abs(length(task) - length(?)) LIMIT 5000"
             raise UserError(f"no sample of {self.record} is of a task {task!r}{self._suggestion(near, task)}")
         with self.record.open("rb") as file:
-            stories = [
+            attempts = [
                 _attempt(sample, read_records(file, self.record, offsets), task)
-                for sample, offsets in sorted(rows, key=_first)
+                for sample, offsets in sorted(rows, key=_first_offset)
             ]
-        return [story for story in stories if story.steps]
+        return [attempt for attempt in attempts if attempt.steps]
 
     def sample(self, sample: str) -> Attempt:
         """A sample's whole history."""
-        rows = self._ask("SELECT offsets FROM samples WHERE grp = ? AND sample = ?", group_of(sample), sample)
+        rows = self._query("SELECT offsets FROM samples WHERE grp = ? AND sample = ?", group_of(sample), sample)
         if not rows:
             near = "SELECT sample FROM samples ORDER BY abs(length(sample) - length(?)) LIMIT 5000"
             raise UserError(f"{self.record} has no sample {sample!r}{self._suggestion(near, sample)}")
         with self.record.open("rb") as file:
             return _attempt(sample, read_records(file, self.record, rows[0][0]))
 
-    def _suggestion(self, question: str, wanted: str) -> str:
-        return did_you_mean(wanted, [name for (name,) in self._ask(question, wanted)])
+    def _suggestion(self, sql: str, name: str) -> str:
+        return did_you_mean(name, [name for (name,) in self._query(sql, name)])
 
 
-def life_order(state: str) -> tuple[int, str]:
+def state_order(state: str) -> tuple[int, str]:
     """Sort key: the order in which a sample passes through its states."""
-    return (_LIFE.index(state) if state in _LIFE else len(_LIFE)), state
+    return (_STATE_ORDER.index(state) if state in _STATE_ORDER else len(_STATE_ORDER)), state
 
 
-def _first(row: tuple[str, bytes]) -> int:
+def _first_offset(row: tuple[str, bytes]) -> int:
     """The offset of a sample's first record."""
     return int.from_bytes(row[1][:8], "little")
 
 
 def _attempt(sample: str, records: list[tuple[int, Transition]], task: str | None = None) -> Attempt:
     """A sample's history, or the part of it that belongs to the task."""
-    steps = [step for step in story(records) if task is None or step.task == task]
-    row = IndexRow(group_of(sample), sample).of_story(steps)
+    steps = [step for step in history_of(records) if task is None or step.task == task]
+    row = IndexRow(group_of(sample), sample).from_history(steps)
     return Attempt(row.grp, sample, tuple(steps), row.state, row.reason, row.reward)
 
 
-def _stage(state: str, rows: list[tuple[Any, ...]]) -> StateLatency:
+def _state_latency(state: str, rows: list[tuple[Any, ...]]) -> StateLatency:
     """From rows of (state, bucket, times, total_s, longest_s) in the buckets' order."""
     counts = [(bucket, times) for _, bucket, times, _, _ in rows]
     times, total_s, max_s = sum(row[2] for row in rows), sum(row[3] for row in rows), max(row[4] for row in rows)

@@ -20,7 +20,7 @@ from typing import Any
 from roll.config.errors import RunError
 from roll.ledger.histogram import buckets
 from roll.ledger.log import HEADER_BYTES, ROLLED_BACK
-from roll.ledger.sample_history import HistoryEntry, group_of, read_records, story
+from roll.ledger.sample_history import HistoryEntry, group_of, history_of, read_records
 
 _ENDS = ("trained", "dropped")
 _COLUMNS = "grp, sample, task, state, reason, reward, scored_s, ends, first_s, last_s, offsets"
@@ -32,7 +32,7 @@ _RECORD = re.compile(
     re.MULTILINE,
 )
 """Matches a record's sample, state, reason, time and info, and the task or the reward if the info begins with it."""
-_Found = tuple[str, str, str, str, str, str, str]
+_RecordFields = tuple[str, str, str, str, str, str, str]
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class IndexRow:
     last_s: float | None = None
     offsets: bytes = b""
 
-    def of_story(self, steps: list[HistoryEntry]) -> IndexRow:
+    def from_history(self, steps: list[HistoryEntry]) -> IndexRow:
         """The row rebuilt from the sample's whole history."""
         row = IndexRow(self.grp, self.sample, last_s=self.last_s, offsets=self.offsets)
         for step in steps:
@@ -76,74 +76,76 @@ class RecordBlock:
         self._reasons: Counter[tuple[str, str]] = Counter()
         self._seconds: defaultdict[str, list[float]] = defaultdict(list)
 
-    def take(self, start: int, lines: list[bytes]) -> None:
+    def apply(self, start: int, lines: list[bytes]) -> None:
         """Applies these records to the rows of their samples; the first record begins at byte `start`."""
         found = _RECORD.findall(b"\n".join(lines).decode("ascii"))
         if len(found) != len(lines):
             raise RunError(f"{self._record} has a record after byte {start} that is not a transition")
-        by_sample: defaultdict[str, list[_Found]] = defaultdict(list)
+        by_sample: defaultdict[str, list[_RecordFields]] = defaultdict(list)
         offsets: defaultdict[str, list[int]] = defaultdict(list)
         for offset, record in zip(accumulate([len(line) + 1 for line in lines], initial=start), found, strict=False):
             by_sample[record[0]].append(record)
             offsets[record[0]].append(offset)
         rows = self._load(list(by_sample))
-        undone = []
+        rolled_back = []
         for written, row in zip(by_sample, rows, strict=True):
             row.offsets += struct.pack(f"<{len(offsets[written])}q", *offsets[written])
-            if self._follow(row, by_sample[written]):
-                undone.append(row.sample)
-        self._store(self._relived(rows, undone))
+            if self._apply_to_row(row, by_sample[written]):
+                rolled_back.append(row.sample)
+        self._store(self._rebuilt(rows, rolled_back))
 
     def _load(self, written: list[str]) -> list[IndexRow]:
         """The samples' rows; new ones for samples that have none."""
-        samples = list(map(_plain, written))
+        samples = list(map(_decode_string, written))
         keys = list(zip(map(group_of, samples), samples, strict=True))
         self._database.execute("CREATE TEMP TABLE IF NOT EXISTS wanted (grp, sample)")
         self._database.execute("DELETE FROM wanted")
         self._database.executemany("INSERT INTO wanted VALUES (?, ?)", keys)
-        question = f"SELECT {_COLUMNS} FROM wanted CROSS JOIN samples USING (grp, sample)"
-        known = {row[1]: IndexRow(*row) for row in self._database.execute(question)}
+        sql = f"SELECT {_COLUMNS} FROM wanted CROSS JOIN samples USING (grp, sample)"
+        known = {row[1]: IndexRow(*row) for row in self._database.execute(sql)}
         return [known.get(key[1]) or IndexRow(*key) for key in keys]
 
-    def _follow(self, row: IndexRow, records: list[_Found]) -> bool:
+    def _apply_to_row(self, row: IndexRow, records: list[_RecordFields]) -> bool:
         """Applies a sample's records in order. Returns whether one is a rollback: then its whole history must be read."""
-        undone = False
+        rolled_back = False
         state, last_s = row.state or "", row.last_s
         for _, written, reason, seconds, info, task, reward in records:
-            left, state = state, _plain(written) if "\\" in written else written
+            previous_state, state = state, _decode_string(written) if "\\" in written else written
             if state == ROLLED_BACK:
-                undone, last_s = True, None
+                rolled_back, last_s = True, None
                 continue
             time_s = float(seconds) if seconds != "null" else None
             if last_s is not None and time_s is not None:
-                self._seconds[left].append(time_s - last_s)
+                self._seconds[previous_state].append(time_s - last_s)
             last_s = time_s
             if row.state is None:
                 row.state, row.first_s = state, time_s
             if reason:
-                self._reasons[state, reason_class(_plain(reason))] += 1
+                self._reasons[state, reason_class(_decode_string(reason))] += 1
             if state == "queued":
                 self._queue(row, task, info)
             elif state == "scored":
-                row.reward, row.scored_s = float(reward) if reward else _number(_in(info, "reward")), time_s
+                row.reward, row.scored_s = float(reward) if reward else _number(_info_value(info, "reward")), time_s
             elif state in _ENDS:
                 row.ends += 1
-        row.state, row.reason, row.last_s = state, _plain(reason), last_s
-        return undone
+        row.state, row.reason, row.last_s = state, _decode_string(reason), last_s
+        return rolled_back
 
     def _queue(self, row: IndexRow, written: str, info: str) -> None:
-        task = _plain(written) if written else _in(info, "task")
+        task = _decode_string(written) if written else _info_value(info, "task")
         if task is not None:
             row.task = str(task)
             self._attempts.add((row.task, row.grp))
 
-    def _relived(self, rows: list[IndexRow], undone: list[str]) -> list[IndexRow]:
-        if not undone:
+    def _rebuilt(self, rows: list[IndexRow], rolled_back: list[str]) -> list[IndexRow]:
+        if not rolled_back:
             return rows
-        again = set(undone)
+        to_rebuild = set(rolled_back)
         with self._record.open("rb") as file:
             return [
-                row.of_story(story(read_records(file, self._record, row.offsets))) if row.sample in again else row
+                row.from_history(history_of(read_records(file, self._record, row.offsets)))
+                if row.sample in to_rebuild
+                else row
                 for row in rows
             ]
 
@@ -169,7 +171,7 @@ def reason_class(reason: str) -> str:
     return reason.partition(":")[0].strip()
 
 
-def _plain(text: str) -> str:
+def _decode_string(text: str) -> str:
     """Decodes a JSON string given without its quotes."""
     # Half of a surrogate pair, which SQLite cannot store, becomes a question mark.
     return json.loads(f'"{text}"').encode("utf-8", "replace").decode() if "\\" in text else text
@@ -179,5 +181,5 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _in(info: str, key: str) -> Any:
+def _info_value(info: str, key: str) -> Any:
     return json.loads(info).get(key) if info else None

@@ -53,7 +53,7 @@ def index_path(record: Path) -> Path:
     return record.with_suffix(".sqlite")
 
 
-def up_to_date(record: Path, progress: Progress | None = None) -> sqlite3.Connection:
+def open_updated(record: Path, progress: Progress | None = None) -> sqlite3.Connection:
     """The tables, updated, in a transaction that sees them as they are now.
 
     They are in the file next to the ledger, which is built again if it is damaged; if it cannot be written, in a
@@ -88,20 +88,20 @@ def _updated(record: Path, path: Path | None, progress: Progress | None) -> sqli
 def _update(database: sqlite3.Connection, record: Path, progress: Progress | None) -> None:
     end = record.stat().st_size
     last = 0
-    while (position := _take_block(database, record, end)) != last:
+    while (position := _apply_block(database, record, end)) != last:
         if progress is not None:
             progress(position, end)
         last = position
 
 
-def _take_block(database: sqlite3.Connection, record: Path, end: int) -> int:
+def _apply_block(database: sqlite3.Connection, record: Path, end: int) -> int:
     """Reads the next records of the ledger, if any, in one transaction; returns the position that the tables have
     reached."""
-    with _changing(database), _without_collector():
+    with _transaction(database), _gc_disabled():
         position = _trusted_position(database, record)
         for start, lines in record_blocks(record, position, end, BLOCK_BYTES):
             position = start + sum(map(len, lines)) + len(lines)
-            RecordBlock(database, record).take(start, lines)
+            RecordBlock(database, record).apply(start, lines)
             fingerprint = _fingerprint(record, position)
             database.execute("UPDATE progress SET position = ?, fingerprint = ?", (position, fingerprint))
             break
@@ -109,7 +109,7 @@ def _take_block(database: sqlite3.Connection, record: Path, end: int) -> int:
 
 
 @contextmanager
-def _changing(database: sqlite3.Connection) -> Iterator[None]:
+def _transaction(database: sqlite3.Connection) -> Iterator[None]:
     database.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -135,7 +135,7 @@ def _trusted_position(database: sqlite3.Connection, record: Path) -> int:
 
 
 @contextmanager
-def _without_collector() -> Iterator[None]:
+def _gc_disabled() -> Iterator[None]:
     """Disables the cycle collector, which would scan every match of a block repeatedly; the matches form no cycles."""
     enabled = gc.isenabled()
     gc.disable()

@@ -55,7 +55,7 @@ BUFFER_BYTES = 2**20
 _BLOCK_BYTES = 2**20
 _SAMPLE_AT = HEADER_BYTES + len('{"sample":"')
 _TO_STATE = b'","state":"'
-_UNDONE = f'{ROLLED_BACK}"'.encode()
+_ROLLED_BACK_STATE = f'{ROLLED_BACK}"'.encode()
 _LOST = b'{"lost":'
 _TAIL_BYTES = 2**20
 GAP = "gap"
@@ -131,9 +131,9 @@ def _object(values: Mapping[str, Any]) -> str:
 class Ledger:
     """The ledger of a run, written by one process. Appends are buffered; the caller flushes at the end of each step."""
 
-    def __init__(self, path: Path, descriptor: int, size: int, cut_bytes: int) -> None:
+    def __init__(self, path: Path, descriptor: int, size: int, truncated_bytes: int) -> None:
         self.path = path
-        self.cut_bytes = cut_bytes
+        self.truncated_bytes = truncated_bytes
         """Size of the half-written tail that was cut off when the ledger was opened."""
         self._descriptor = descriptor
         self._flushed = size
@@ -151,14 +151,14 @@ class Ledger:
             size = 0
             for offset, lines in record_blocks(path):
                 size = offset + sum(map(len, lines)) + len(lines)
-            cut_bytes = os.fstat(descriptor).st_size - size
-            if cut_bytes:
+            truncated_bytes = os.fstat(descriptor).st_size - size
+            if truncated_bytes:
                 os.ftruncate(descriptor, size)
                 os.fsync(descriptor)
         except BaseException:
             os.close(descriptor)
             raise
-        return cls(path, descriptor, size, cut_bytes)
+        return cls(path, descriptor, size, truncated_bytes)
 
     @property
     def position(self) -> int:
@@ -172,9 +172,9 @@ class Ledger:
 
     def append_many(self, transitions: Iterable[Transition]) -> None:
         """Adds transitions in their order, as `append` does; if this raises, none was added."""
-        taken = list(transitions)
-        assert all(transition.state != ROLLED_BACK for transition in taken), "only roll_back writes rolled_back records"
-        self._add(b"".join([transition.encode() for transition in taken]))
+        batch = list(transitions)
+        assert all(transition.state != ROLLED_BACK for transition in batch), "only roll_back writes rolled_back records"
+        self._add(b"".join([transition.encode() for transition in batch]))
 
     def flush(self) -> None:
         """Writes the buffer and waits until it is on disk."""
@@ -187,7 +187,7 @@ class Ledger:
         except OSError as error:
             if begin > self._flushed:
                 self._broken = "earlier records may be lost, resume the run"
-            self._cut_back(begin)
+            self._truncate(begin)
             self._buffer[:0] = content
             raise RunError(f"cannot write to {self.path}: {error.strerror}") from error
         self._flushed = self._written
@@ -214,12 +214,12 @@ class Ledger:
                 f"ledger's {self._flushed} bytes have {'another' if found else 'no'} record ending there; "
                 f"`roll repair {self.path.parent}` mends it and says what was lost"
             )
-        undone = _changed_since(self.path, position)
+        changed = _changed_since(self.path, position)
         info = {"position": position, "step": step}
-        for sample in undone:
+        for sample in changed:
             self._add(Transition(sample, ROLLED_BACK, f"back to the checkpoint of step {step}", info=info).encode())
         self.flush()
-        return undone
+        return changed
 
     def close(self) -> None:
         """Flushes and closes the file."""
@@ -251,12 +251,12 @@ class Ledger:
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
         except OSError as error:
-            self._cut_back(self._written)
+            self._truncate(self._written)
             raise RunError(f"cannot write to {self.path}: {error.strerror}") from error
         self._written += len(self._buffer)
         self._buffer.clear()
 
-    def _cut_back(self, size: int) -> None:
+    def _truncate(self, size: int) -> None:
         """Truncates the file to `size` after a failed write, so that writing again does not duplicate records."""
         self._written = size
         try:
@@ -384,7 +384,7 @@ def _split(line: bytes) -> tuple[bytes, bool]:
     """The sample's name as written in JSON, and whether the record is a rollback. No JSON string contains the separator
     of the two fields."""
     end = line.index(_TO_STATE, _SAMPLE_AT)
-    return line[_SAMPLE_AT:end], line.startswith(_UNDONE, end + len(_TO_STATE))
+    return line[_SAMPLE_AT:end], line.startswith(_ROLLED_BACK_STATE, end + len(_TO_STATE))
 
 
 class _Replay:
@@ -401,14 +401,14 @@ class _Replay:
 
     def enter(self, offset: int, line: bytes) -> None:
         """Replays the record that begins at `offset`."""
-        sample, undoes = _split(line)
+        sample, is_rollback = _split(line)
         if self._marks and sample in self._current:
             since, state = self._current[sample]
             # A rollback may return to the state left now if a mark is between the record that began it and this one.
             if bisect_right(self._marks, offset) > bisect_right(self._marks, since):
                 self._past.setdefault(sample, []).append((since, state))
-        position = Transition.decode(line).info["position"] if undoes else -1
-        self._current[sample] = (offset, self.state_at(sample, position) if undoes else line)
+        position = Transition.decode(line).info["position"] if is_rollback else -1
+        self._current[sample] = (offset, self.state_at(sample, position) if is_rollback else line)
 
     def state_at(self, sample: bytes, position: int) -> bytes | None:
         since, state = self._current.get(sample, (-1, None))
@@ -432,7 +432,9 @@ def _marks(path: Path, start: int = 0, end: int | None = None) -> tuple[set[int]
     """The positions that rolled_back records between `start` and `end` returned to, and where the last record ends."""
     marks: set[int] = set()
     for offset, lines in record_blocks(path, start, end):
-        marks.update(Transition.decode(line).info["position"] for line in lines if _UNDONE in line and _split(line)[1])
+        marks.update(
+            Transition.decode(line).info["position"] for line in lines if _ROLLED_BACK_STATE in line and _split(line)[1]
+        )
         start = offset + sum(map(len, lines)) + len(lines)
     return marks, start
 

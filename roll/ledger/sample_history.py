@@ -49,7 +49,7 @@ def _decode(line: bytes) -> Transition:
     return Transition(**fields)
 
 
-def story(records: list[tuple[int, Transition]]) -> list[HistoryEntry]:
+def history_of(records: list[tuple[int, Transition]]) -> list[HistoryEntry]:
     """A sample's records, each with whether it counts.
 
     Each transition follows the one that was current; a rollback makes the transition current that was so at its position.
@@ -64,8 +64,8 @@ def story(records: list[tuple[int, Transition]]) -> list[HistoryEntry]:
         follows.append(current)
         task = transition.info.get("task") if transition.state == "queued" else None
         tasks.append(str(task) if task is not None else tasks[current] if current >= 0 else None)
-        undoes = transition.state == ROLLED_BACK
-        current = currents[bisect_left(offsets, transition.info["position"])] if undoes else number
+        is_rollback = transition.state == ROLLED_BACK
+        current = currents[bisect_left(offsets, transition.info["position"])] if is_rollback else number
         currents.append(current)
     counting = set()
     while current >= 0:

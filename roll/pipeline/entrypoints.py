@@ -33,9 +33,9 @@ from roll.process.gc_tuning import freeze_gc
 from roll.reward import RewardFn
 from roll.rollout.transcript import Transcript
 from roll.run import Checkpoint, Checkpoints, RunFolder
-from roll.run.code import Given, Recording, saved_form
+from roll.run.code import Given, Recording, config_to_save
 from roll.run.disk import explain, file_of, full_disk
-from roll.run.folder import first_to_make
+from roll.run.folder import first_missing_folder
 from roll.scheduler.evaluate import Evaluation
 
 
@@ -65,7 +65,7 @@ def train(
         if code is not None:
             raise UserError(f"code is {code!r}, but a new run has only the code that is there now: leave it out")
         check_folder(config, resume=False, restart=restart)
-        chosen = Chosen(config, given, saved_form(config, given))
+        chosen = Chosen(config, given, config_to_save(config, given))
     for warning in chosen.messages:
         reporter.warned(warning)
     config = chosen.config
@@ -80,7 +80,7 @@ def train(
         recording = Recording.of(config, chosen.given, run_dir, chosen.recorded) if chosen.changed or not resume else None
         for warning in recording.warnings if recording else ():
             reporter.warned(warning)
-        written = saved_form(chosen.compared, chosen.given)
+        written = config_to_save(chosen.compared, chosen.given)
         with _signals_raise_stopped() as early:  # from here on there are files to delete if the run stops
             if resume:
                 folder, restore_folder = RunFolder.open(run_dir), _nothing
@@ -120,7 +120,7 @@ def train(
 def _new_folder(run_dir: Path, config: Config, restart: bool) -> tuple[RunFolder, Callable[[], None]]:
     """The folder of a new run, and a function that restores the previous state if the run never begins."""
     aside = RunFolder.move_aside(run_dir) if restart else None
-    first_created = first_to_make(run_dir)
+    first_created = first_missing_folder(run_dir)
     try:
         folder = RunFolder.create(run_dir, dump_config(config), config.run.mode)
     except UserError:

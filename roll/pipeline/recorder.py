@@ -124,7 +124,7 @@ class Recorder:
         now = time.monotonic()
         if now - self._shown_s >= _SHOW_S:
             self._shown_s = now
-            self.reporter.stages(replace(self.clock.table(), **self.age))
+            self.reporter.sample_states(replace(self.clock.table(), **self.age))
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:

@@ -49,7 +49,7 @@ class Reporter(Protocol):
 
     def stepped(self, report: StepReport) -> None: ...
 
-    def stages(self, table: StateTable) -> None:
+    def sample_states(self, table: StateTable) -> None:
         """The samples' current states; may be called at any time and any number of times."""
         ...
 
@@ -79,7 +79,7 @@ class PlainReporter:
             f"{report.seconds:.1f} s  left {report.seconds_left:.0f} s"
         )
 
-    def stages(self, table: StateTable) -> None:
+    def sample_states(self, table: StateTable) -> None:
         """Prints nothing: the lines are for steps."""
 
     def warned(self, text: str) -> None:

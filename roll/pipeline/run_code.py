@@ -16,7 +16,7 @@ from roll.config.root import is_object, root_of
 from roll.config.suggest import either
 from roll.config.user_code import format_path
 from roll.pipeline.resume import changes_of
-from roll.run.code import SETTINGS, Given, RunCode, saved_form
+from roll.run.code import SETTINGS, Given, RunCode, config_to_save
 from roll.run.folder import RunFolder
 
 Code: TypeAlias = Literal["run", "current"]
@@ -62,7 +62,7 @@ def config_of_run(run: Path, overrides: Sequence[str] = (), code: str | None = N
     if code == "current":
         return recorded.with_objects(config), f"using the code as it is now, found from {root_of(config)}"
     message = f"using the code the run was trained with: {format_path(recorded.folder)} ({recorded.label})"
-    return recorded.applied(config), message
+    return recorded.with_recorded_code(config), message
 
 
 def code_to_resume(config: Config, given: Given, run: Path, code: str | None) -> Chosen:
@@ -74,7 +74,7 @@ def code_to_resume(config: Config, given: Given, run: Path, code: str | None) ->
         warning = (
             f"{format_path(run)} does not record the code it was trained with: continuing with the code as it is now"
         )
-        return Chosen(config, given, saved_form(config, given), (warning,), changed=True)
+        return Chosen(config, given, config_to_save(config, given), (warning,), changed=True)
     config, messages = _with_recorded_objects(config, given, recorded)
     differing = recorded.differences(config, given)
     compared = recorded.with_objects(config, given)
@@ -88,7 +88,7 @@ def code_to_resume(config: Config, given: Given, run: Path, code: str | None) ->
                 f"{_listed(data)}"
             )
         messages.append(f"using the code the run was trained with: {format_path(recorded.folder)} ({recorded.label})")
-        return Chosen(recorded.applied(config), {}, compared, tuple(messages), recorded)
+        return Chosen(recorded.with_recorded_code(config), {}, compared, tuple(messages), recorded)
     if differing and code is None:
         raise UserError(
             f"the run in {format_path(run)} was trained with other code or data: write {option('code', 'run')} to "
@@ -129,4 +129,4 @@ def _listed(differences: Sequence[object]) -> str:
     return "".join(f"\n  {difference}" for difference in differences)
 
 
-__all__ = ["Chosen", "Code", "check_code", "code_to_resume", "config_of_run", "saved_form"]
+__all__ = ["Chosen", "Code", "check_code", "code_to_resume", "config_of_run", "config_to_save"]

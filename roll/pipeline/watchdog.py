@@ -51,7 +51,7 @@ class Watchdog:
         if self._recorder is not None:
             lines += [
                 f"  sample {w.sample} has been {w.state} for {w.seconds:.0f} s" + (f" ({w.where})" if w.where else "")
-                for w in self._recorder.clock.open()
+                for w in self._recorder.clock.longest_waits()
             ]
         lines += [f"  {sentence}" for sentence in self._roles.waiting()]
         lines += [

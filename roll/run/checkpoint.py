@@ -41,7 +41,7 @@ from roll.config.file_modes import inherit_folder_mode, inherit_folder_mode_recu
 from roll.config.hints import option
 from roll.run.disk import full_disk
 from roll.run.folder import RunFolder
-from roll.run.format import checked, format_entries
+from roll.run.format import format_entries, format_number
 
 _MANIFEST = "manifest.json"
 _CHECK = "check"
@@ -79,17 +79,19 @@ def verify_model(folder: Path) -> None:
     try:
         _verify(path, _step(path), (_MODEL, _SHARDS))
     except _DamagedError as error:
-        others = [other for _, other in _whole(path.parent) if other != path]
-        instead = f"checkpoint of that run, such as {others[0] / _MODEL}" if others else "model"
-        raise UserError(f"model: {path / error.name} is damaged ({error.how}): write another {instead}") from error
+        others = [other for _, other in _complete_checkpoints(path.parent) if other != path]
+        replacement = f"checkpoint of that run, such as {others[0] / _MODEL}" if others else "model"
+        raise UserError(
+            f"model: {path / error.name} is damaged ({error.problem}): write another {replacement}"
+        ) from error
 
 
 def _verify(path: Path, step: int, folders: Sequence[str] | None = None) -> None:
     """Compares the files of a checkpoint, or those in some of its folders, with the manifest."""
     manifest = _read_json(path, _MANIFEST)
-    if manifest.keys() != _FIRST_ENTRIES and manifest.get(_CHECK) != _check_of(manifest):
+    if manifest.keys() != _FIRST_ENTRIES and manifest.get(_CHECK) != _manifest_checksum(manifest):
         raise _damaged(path, _MANIFEST, "its checksum is wrong")
-    checked(path, manifest)
+    format_number(path, manifest)
     try:
         algorithm = str(manifest["algorithm"])
         files = {str(name): (int(entry["bytes"]), str(entry["digest"])) for name, entry in manifest["files"].items()}
@@ -137,7 +139,7 @@ class Saving:
             assert not self._ended, f"the checkpoint of step {self.step} was finished or dropped before"
             self._ended = True
             _write_manifest(self.folder, self.step, digests)
-            self._checkpoints.take(self.step, self.folder)
+            self._checkpoints.commit(self.step, self.folder)
 
     def drop(self) -> None:
         """Deletes the files, unless they are a checkpoint already. Waits for a running `finish`."""
@@ -152,9 +154,9 @@ class Saving:
             yield
         except BaseException as error:
             self.drop()
-            if (said := full_disk(error)) is not None:
+            if (cause := full_disk(error)) is not None:
                 name = self.folder.parent / f"step-{self.step:06d}"
-                raise RunError(f"cannot write to {name}: {said}") from error
+                raise RunError(f"cannot write to {name}: {cause}") from error
             raise
 
 
@@ -185,35 +187,35 @@ class Checkpoints:
         self._dir.mkdir(exist_ok=True)
         inherit_folder_mode(self._dir)
         self._tidy()
-        newest = max((other for other, _ in _whole(self._dir)), default=step)
+        newest = max((other for other, _ in _complete_checkpoints(self._dir)), default=step)
         assert newest <= step, (
             f"step {step} cannot be saved: the run has a checkpoint of step {newest}, and goes on there"
         )
-        aside = self._dir / f".step-{step:06d}.tmp-{os.getpid()}"
-        aside.mkdir()
-        saving = Saving(self, step, aside)
+        temporary = self._dir / f".step-{step:06d}.tmp-{os.getpid()}"
+        temporary.mkdir()
+        saving = Saving(self, step, temporary)
         with saving.dropped_on_error():
             # Not `to_json`: what is read back must be what was saved, so NaN stays NaN.
-            (aside / _STATE).write_text(json.dumps(state, indent=2))
+            (temporary / _STATE).write_text(json.dumps(state, indent=2))
         return saving
 
-    def take(self, step: int, aside: Path) -> None:
+    def commit(self, step: int, temporary: Path) -> None:
         """Renames a complete folder to its checkpoint's name, and deletes checkpoints that are not to be kept."""
         final = self._dir / f"step-{step:06d}"
         if final.exists():
             # Between the two renames neither folder has the final name; `latest` then reads the old one under this name.
             final.rename(self._dir / f".step-{step:06d}.old-{os.getpid()}")
-        inherit_folder_mode_recursively(aside)
-        aside.rename(final)
+        inherit_folder_mode_recursively(temporary)
+        temporary.rename(final)
         sync_folder(self._dir)
         self._tidy()
 
     def latest(self) -> Checkpoint | None:
         """The newest complete checkpoint."""
-        whole = _whole(self._dir)
-        return _load(*whole[0]) if whole else None
+        complete = _complete_checkpoints(self._dir)
+        return _load(*complete[0]) if complete else None
 
-    def examined(self) -> Iterator[tuple[Path, Checkpoint | None, str | None]]:
+    def inspect(self) -> Iterator[tuple[Path, Checkpoint | None, str | None]]:
         """Every folder with a checkpoint's name, newest first: with the checkpoint, or with what is wrong with it."""
         for path in sorted(self._dir.glob("step-*"), key=_step_or_none, reverse=True):
             if not _NAME.fullmatch(path.name):
@@ -224,15 +226,17 @@ class Checkpoints:
                 checkpoint = _load(_step(path), path)
                 checkpoint.verify()
             except _DamagedError as error:
-                yield path, None, f"{error.name}: {error.how}"
+                yield path, None, f"{error.name}: {error.problem}"
             else:
                 yield path, checkpoint, None
 
     def without_manifest(self) -> list[Path]:
         """Folders named like a checkpoint newer than the newest complete one, but without a manifest: it was deleted."""
-        whole = _whole(self._dir)
+        complete = _complete_checkpoints(self._dir)
         named = [path for path in sorted(self._dir.glob("step-*")) if _NAME.fullmatch(path.name)]
-        return [path for path in named if not (path / _MANIFEST).is_file() and (not whole or _step(path) > whole[0][0])]
+        return [
+            path for path in named if not (path / _MANIFEST).is_file() and (not complete or _step(path) > complete[0][0])
+        ]
 
     def _tidy(self) -> None:
         """Deletes what nothing will read again: leftovers of a crash, replaced checkpoints, and those not to be kept."""
@@ -242,7 +246,9 @@ class Checkpoints:
             final = self._dir / f"step-{_step(replaced):06d}"
             if not final.exists():
                 replaced.rename(final)  # the crash came before the new checkpoint got the name
-        outdated = [path for step, path in _whole(self._dir)[self._keep :] if not self._every or step % self._every]
+        outdated = [
+            path for step, path in _complete_checkpoints(self._dir)[self._keep :] if not self._every or step % self._every
+        ]
         if self._best and outdated:
             best = _best(self._dir)
             outdated = [path for path in outdated if path != best]
@@ -251,7 +257,7 @@ class Checkpoints:
             shutil.rmtree(path.rename(self._dir / f".step-{_step(path):06d}.tmp-{os.getpid()}"))
 
 
-def _whole(directory: Path) -> list[tuple[int, Path]]:
+def _complete_checkpoints(directory: Path) -> list[tuple[int, Path]]:
     """Step and folder of every checkpoint with a manifest, newest first."""
     found: dict[int, Path] = {}
     for path in sorted(directory.glob("*step-*"), reverse=True):  # names that start with `step-…` come first
@@ -263,7 +269,7 @@ def _whole(directory: Path) -> list[tuple[int, Path]]:
 def _best(directory: Path) -> Path | None:
     """The checkpoint with the highest score, the newest among equals; one that was not evaluated has no score."""
     scores = []
-    for step, path in _whole(directory):
+    for step, path in _complete_checkpoints(directory):
         try:
             score = json.loads((path / _STATE).read_bytes()).get(SCORE)
         except (OSError, RecursionError, ValueError, AttributeError):  # damaged: loading it reports that
@@ -302,18 +308,18 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
 class _DamagedError(UserError):
     """A file of a checkpoint differs from what was written."""
 
-    def __init__(self, message: str, name: str, how: str) -> None:
+    def __init__(self, message: str, name: str, problem: str) -> None:
         super().__init__(message)
         self.name = name
-        self.how = how
+        self.problem = problem
 
 
-def _damaged(path: Path, name: str, how: str) -> UserError:
-    older = [other for step, other in _whole(path.parent) if step < _step(path)]
+def _damaged(path: Path, name: str, problem: str) -> UserError:
+    older = [other for step, other in _complete_checkpoints(path.parent) if step < _step(path)]
     run = path.parent.parent
     fall_back = f"`roll repair {run}` moves it aside, and the run continues from {older[0].name}; or " if older else ""
-    said = f"checkpoint file {path / name} is damaged ({how}): {fall_back}start over with {option('restart')}"
-    return _DamagedError(said, name, how)
+    message = f"checkpoint file {path / name} is damaged ({problem}): {fall_back}start over with {option('restart')}"
+    return _DamagedError(message, name, problem)
 
 
 def _write_manifest(directory: Path, step: int, digests: Mapping[str, str]) -> None:
@@ -334,11 +340,11 @@ def _write_manifest(directory: Path, step: int, digests: Mapping[str, str]) -> N
     for folder in [path for path in directory.rglob("*") if path.is_dir()]:
         sync_folder(folder)
     manifest = {**format_entries(), "step": step, "algorithm": DIGEST, "files": files}
-    manifest[_CHECK] = _check_of(manifest)
+    manifest[_CHECK] = _manifest_checksum(manifest)
     atomic_write(directory / _MANIFEST, to_json(manifest, indent=True))
 
 
-def _check_of(manifest: Mapping[str, Any]) -> str:
+def _manifest_checksum(manifest: Mapping[str, Any]) -> str:
     """The checksum of a manifest's own entries."""
     entries = {name: value for name, value in manifest.items() if name != _CHECK}
     return hashlib.new(DIGEST, json.dumps(entries, sort_keys=True).encode()).hexdigest()

@@ -39,18 +39,18 @@ from roll.run.code_files import (
     distribution_of,
     files_named_by,
     files_of_code,
-    is_kept,
+    is_user_code,
     loaded_files,
     packages_of,
 )
 
 FOLDER, MANIFEST, FILES = "code", "manifest.json", "files"
 FORMAT = 1
-MOST_BYTES = 32 << 20
+MAX_BYTES = 32 << 20
 """Maximum size of the code that a run copies; larger modules are recorded by their digest only."""
-_MOST_DATA_BYTES = 4 << 20
+_MAX_DATA_BYTES = 4 << 20
 """Maximum size of a copied data file that code reads; for a larger one the copy has a link."""
-WHOLE_BYTES = 1 << 30
+FULL_DIGEST_BYTES = 1 << 30
 """Data files up to this size are hashed completely, larger ones by their first and last `_END_BYTES`."""
 _END_BYTES = 64 << 20
 _KEY_PACKAGES = ("torch", "transformers", "numpy", "ray", "vllm")
@@ -163,7 +163,7 @@ class Recording:
     """Warnings about what could not be kept."""
 
     @classmethod
-    def of(cls, config: Config, given: Given, run: Path, kept: RunCode | None = None) -> Recording:
+    def of(cls, config: Config, given: Given, run: Path, previous: RunCode | None = None) -> Recording:
         """The code of a prepared config and of the objects given with it, as the files are now. An object that is not
         given is the one that the run has `kept`."""
         given = {name: value for name, value in given.items() if value is not None}
@@ -172,20 +172,20 @@ class Recording:
         code = [(name, _file_of(name, root)) for name in names if name.kind == "code"]
         folders = list(dict.fromkeys([root, *_folders_outside(code, given, root)]))
         base = common_folder(folders)
-        pieces, served = _pieces(code, root, base, folders)
-        objects, pickles, remarks = _objects(config, given, served)
-        for piece in kept.objects if kept is not None else []:
-            if SETTINGS_OF[piece.setting] not in given and kept is not None:
+        pieces, files_by_setting = _pieces(code, root, base, folders)
+        objects, pickles, warnings = _objects(config, given, files_by_setting)
+        for piece in previous.objects if previous is not None else []:
+            if OBJECT_OF_SETTING[piece.setting] not in given and previous is not None:
                 objects.append(piece)
-                pickles |= {piece.pickle: (kept.folder / piece.pickle).read_bytes()} if piece.pickle else {}
+                pickles |= {piece.pickle: (previous.folder / piece.pickle).read_bytes()} if piece.pickle else {}
         script = _script()
-        files = [file for file in _all_files(served, folders) if not file.is_relative_to(run.resolve())]
+        files = [file for file in _all_files(files_by_setting, folders) if not file.is_relative_to(run.resolve())]
         uncompared = {*files_named_by(files, folders), *([script] if script else [])}
         files += sorted(file for file in uncompared - {*files, script} if not file.is_relative_to(run.resolve()))
-        recorded, sources, too_large = _code_files(files, served, base, uncompared)
+        recorded, sources, too_large = _code_files(files, files_by_setting, base, uncompared)
         if too_large:
-            remarks.append(
-                f"the run keeps no copy of {', '.join(too_large)}: its code may have {MOST_BYTES >> 20} MB, so they are "
+            warnings.append(
+                f"the run keeps no copy of {', '.join(too_large)}: its code may have {MAX_BYTES >> 20} MB, so they are "
                 "recorded by digest only"
             )
         manifest = CodeManifest(
@@ -198,28 +198,28 @@ class Recording:
             data=tuple(_data_files(names, root)),
             packages=_versions(files),
         )
-        return cls(manifest, sources, pickles, tuple(remarks))
+        return cls(manifest, sources, pickles, tuple(warnings))
 
     def write(self, run: Path) -> None:
         """Writes it into a run's folder that has no code yet."""
-        aside = run / f".{FOLDER}.new"
-        self._write_to(aside, self.manifest)
-        aside.rename(run / FOLDER)
+        temporary = run / f".{FOLDER}.new"
+        self._write_to(temporary, self.manifest)
+        temporary.rename(run / FOLDER)
 
     def replace(self, run: Path, from_step: int) -> None:
         """Replaces the code in a run's folder; the former code is kept inside it."""
-        aside, there = run / f".{FOLDER}.new", run / FOLDER
+        temporary, current = run / f".{FOLDER}.new", run / FOLDER
         old = RunCode.open(run)
         name = f"before_step_{from_step}"
         before = () if old is None else old.manifest.before
         while name in before:
             name += "_again"
-        self._write_to(aside, replace(self.manifest, from_step=from_step, before=(*before, *([name] if old else []))))
+        self._write_to(temporary, replace(self.manifest, from_step=from_step, before=(*before, *([name] if old else []))))
         if old is not None:
-            for earlier in before:
-                shutil.move(there / earlier, aside / earlier)
-            there.rename(aside / name)
-        aside.rename(there)
+            for former in before:
+                shutil.move(current / former, temporary / former)
+            current.rename(temporary / name)
+        temporary.rename(current)
 
     def _write_to(self, folder: Path, manifest: CodeManifest) -> None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -250,9 +250,9 @@ class RunCode:
     def open(cls, run: Path) -> RunCode | None:
         """The code of the run at `run`; None if the run recorded none."""
         folder = Path(os.path.abspath(run / FOLDER))
-        aside = folder.with_name(f".{FOLDER}.new")
-        if not folder.exists() and (aside / MANIFEST).is_file() and any(aside.glob("before_step_*")):
-            folder = aside  # a crash came between the two renames
+        temporary = folder.with_name(f".{FOLDER}.new")
+        if not folder.exists() and (temporary / MANIFEST).is_file() and any(temporary.glob("before_step_*")):
+            folder = temporary  # a crash came between the two renames
         try:
             found = json.loads((folder / MANIFEST).read_bytes())
             if found["format"] != FORMAT:
@@ -272,12 +272,12 @@ class RunCode:
         """The pieces in short: `reward near.py:near, tasks mine.py:tasks`."""
         return ", ".join(piece.label for piece in self.manifest.pieces)
 
-    def with_objects(self, config: Config, besides: Given | None = None) -> Config:
+    def with_objects(self, config: Config, given: Given | None = None) -> Config:
         """The config with the objects that the run was given in Python, as the run keeps them; those given in `besides`
         need not be kept."""
         for piece in self.objects:
-            name = SETTINGS_OF[piece.setting]
-            if not piece.pickle and name not in (besides or {}):
+            name = OBJECT_OF_SETTING[piece.setting]
+            if not piece.pickle and name not in (given or {}):
                 raise UserError(
                     f"the run was given {name} in Python ({piece.name}), which could not be kept in {self.folder}: pass "
                     f"{name} again"
@@ -285,7 +285,7 @@ class RunCode:
             config = _with_object(config, name, f"{self.folder / f'{name}.pkl'}:{piece.name}")
         return config
 
-    def applied(self, config: Config) -> Config:
+    def with_recorded_code(self, config: Config) -> Config:
         """The config with all code from the run's copy. Data files, and code that the run was not trained with, keep
         their paths."""
         recorded = {(piece.setting, piece.name) for piece in self.manifest.pieces if piece.kind != "object"}
@@ -315,24 +315,26 @@ class RunCode:
         for file in self.manifest.files:
             if not file.compared:
                 continue
-            now = base / file.path
+            current_file = base / file.path
             serves = f" ({', '.join(file.serves)})" if file.serves else ""
-            if not now.is_file():
-                yield Difference(f"{now}{serves} is gone")
-            elif _digest(now) != file.digest:
-                yield Difference(f"{now}{serves} has changed")
+            if not current_file.is_file():
+                yield Difference(f"{current_file}{serves} is gone")
+            elif _digest(current_file) != file.digest:
+                yield Difference(f"{current_file}{serves} has changed")
 
     def _changed_objects(self, given: Given) -> Iterator[Difference]:
         recorded = {piece.setting: piece for piece in self.objects}
         for name, value in given.items():
             setting = ".".join(SETTINGS[name])
-            was = recorded.get(setting)
-            if was is None:
+            previous = recorded.get(setting)
+            if previous is None:
                 now = next((p.name for p in self.manifest.pieces if p.setting == setting), "what the configuration names")
                 yield Difference(f"{name} is now given in Python ({object_name(value)}), but was {now}")
-            elif digest_of(value) != was.digest:
-                place = f" of {was.file}" if was.file else ""
-                yield Difference(f"{name}, {object_name(value)}, is not the {was.name}{place} that the run was given")
+            elif digest_of(value) != previous.digest:
+                origin = f" of {previous.file}" if previous.file else ""
+                yield Difference(
+                    f"{name}, {object_name(value)}, is not the {previous.name}{origin} that the run was given"
+                )
 
     def _changed_data(self, config: Config, root: Path) -> Iterator[Difference]:
         now = {name.setting: name for name in names_in(config)}
@@ -357,7 +359,7 @@ def reward_of(config: Config, code: RunCode | None) -> str | None:
     return ", ".join(f"{name}{rule.label}" for name, rule in rules.items())
 
 
-SETTINGS_OF = {".".join(keys): name for name, keys in SETTINGS.items()}
+OBJECT_OF_SETTING = {".".join(keys): name for name, keys in SETTINGS.items()}
 
 
 def object_name(value: Any) -> str:
@@ -366,7 +368,7 @@ def object_name(value: Any) -> str:
     return name
 
 
-def saved_form(config: Config, given: Given) -> Config:
+def config_to_save(config: Config, given: Given) -> Config:
     """The config as saved in a run's folder: an object that was given is named in it."""
     for name, value in given.items():
         if value is not None:
@@ -430,11 +432,11 @@ def _pieces(
     code: Iterable[tuple[Name, Path | None]], root: Path, base: Path, folders: Sequence[Path]
 ) -> tuple[list[Piece], dict[str, Path]]:
     """The pieces that the config names, and the user's files among them by setting."""
-    pieces, served = [], {}
+    pieces, files_by_setting = [], {}
     for name, file in code:
         attribute = name.value.rpartition(":")[2]
-        if file is not None and is_kept(file, folders):
-            served[name.setting] = file
+        if file is not None and is_user_code(file, folders):
+            files_by_setting[name.setting] = file
             path = str(file.relative_to(base))
             pieces.append(Piece(name.setting, name.value, "file", attribute, path, _digest(file)))
         else:
@@ -442,54 +444,56 @@ def _pieces(
             package = " ".join(found) if found else ""
             digest = _digest(file) if file is not None and file.is_file() else ""
             pieces.append(Piece(name.setting, name.value, "package", attribute, str(file or ""), digest, package))
-    return pieces, served
+    return pieces, files_by_setting
 
 
-def _objects(config: Config, given: Given, served: dict[str, Path]) -> tuple[list[Piece], dict[str, bytes], list[str]]:
+def _objects(
+    config: Config, given: Given, files_by_setting: dict[str, Path]
+) -> tuple[list[Piece], dict[str, bytes], list[str]]:
     """The given objects, their pickles, and warnings about what could not be kept; adds their files to `served`."""
     import cloudpickle
 
     pieces: list[Piece] = []
     pickles: dict[str, bytes] = {}
-    remarks: list[str] = []
+    warnings: list[str] = []
     for name, value in given.items():
         setting, file = ".".join(SETTINGS[name]), file_of(value)
         section, key = SETTINGS[name]
-        kept = f"{name}.pkl"
+        pickle_name = f"{name}.pkl"
         try:
-            pickles[kept] = cast(bytes, cloudpickle.dumps(value))
+            pickles[pickle_name] = cast(bytes, cloudpickle.dumps(value))
         except Exception as error:
-            kept = ""
-            remarks.append(
+            pickle_name = ""
+            warnings.append(
                 f"the run cannot keep {name} ({object_name(value)}: {type(error).__name__}: {error}): to evaluate or "
                 f"resume it, pass {name} again"
             )
         if file is not None:
-            served[setting] = file
+            files_by_setting[setting] = file
         qualified = f"{getattr(value, '__module__', type(value).__module__)}.{object_name(value)}"
         written = str(getattr(getattr(config, section), key))
         piece = Piece(setting, object_name(value), "object", qualified, str(file or ""), digest_of(value))
-        pieces.append(replace(piece, pickle=kept, written=written, source=source_of(value)))
-    return pieces, pickles, remarks
+        pieces.append(replace(piece, pickle=pickle_name, written=written, source=source_of(value)))
+    return pieces, pickles, warnings
 
 
-def _all_files(served: Mapping[str, Path], folders: Sequence[Path]) -> list[Path]:
-    return sorted({*files_of_code(served.values(), folders), *loaded_files(folders)})
+def _all_files(files_by_setting: Mapping[str, Path], folders: Sequence[Path]) -> list[Path]:
+    return sorted({*files_of_code(files_by_setting.values(), folders), *loaded_files(folders)})
 
 
 def _code_files(
-    files: Sequence[Path], served: Mapping[str, Path], base: Path, uncompared: Collection[Path]
+    files: Sequence[Path], files_by_setting: Mapping[str, Path], base: Path, uncompared: Collection[Path]
 ) -> tuple[tuple[CodeFile, ...], dict[str, Path], list[str]]:
     """The records of the files, the files to copy, and the names of those that are too large."""
-    of_setting = {setting: set(files_of_code([file], [base])) for setting, file in served.items()}
-    recorded, sources, too_large, room = [], {}, [], MOST_BYTES
+    of_setting = {setting: set(files_of_code([file], [base])) for setting, file in files_by_setting.items()}
+    recorded, sources, too_large, budget = [], {}, [], MAX_BYTES
     for file in files:
         path, size = str(file.relative_to(base)), file.stat().st_size
-        serves = tuple(setting for setting, own in of_setting.items() if file in own)
-        fits = size <= min(room, MOST_BYTES if file.suffix == ".py" else _MOST_DATA_BYTES)
+        serves = tuple(setting for setting, setting_files in of_setting.items() if file in setting_files)
+        fits = size <= min(budget, MAX_BYTES if file.suffix == ".py" else _MAX_DATA_BYTES)
         if fits:
             sources[path] = file
-            room -= size
+            budget -= size
         elif file not in uncompared:
             too_large.append(path)
         recorded.append(CodeFile(path, _digest(file), size, serves, copied=fits, compared=file not in uncompared))
@@ -513,7 +517,7 @@ def _digest(file: Path) -> str:
     """Digest of a file's content; for more than a gigabyte, of its two ends and its size."""
     size = file.stat().st_size
     with file.open("rb") as opened:
-        if size <= WHOLE_BYTES:
+        if size <= FULL_DIGEST_BYTES:
             return hashlib.file_digest(opened, "sha256").hexdigest()
         ends = hashlib.sha256(opened.read(_END_BYTES))
         opened.seek(-_END_BYTES, os.SEEK_END)

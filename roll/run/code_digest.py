@@ -22,24 +22,24 @@ from typing import Any
 from roll.config.user_code import is_user_file
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
-_MOST = 10_000
+_MAX_VALUES = 10_000
 """Maximum number of values of a container that are included."""
 
 
 def digest_of(value: Any) -> str:
     """The digest of a function, a class, an object or a list of values."""
-    found = hashlib.sha256()
-    for line in _described(value, {}):
-        found.update(line.encode("utf-8", "surrogatepass"))
-        found.update(b"\n")
-    return found.hexdigest()
+    digest = hashlib.sha256()
+    for line in _describe(value, {}):
+        digest.update(line.encode("utf-8", "surrogatepass"))
+        digest.update(b"\n")
+    return digest.hexdigest()
 
 
 def source_of(value: Any) -> str:
     """The source of the code, empty if there is none; for an object, the source of its class."""
-    for wanted in (_unwrapped(value), type(value)):
+    for candidate in (_unwrapped(value), type(value)):
         try:
-            return inspect.getsource(wanted)
+            return inspect.getsource(candidate)
         except (OSError, TypeError):
             continue
     return ""
@@ -47,9 +47,9 @@ def source_of(value: Any) -> str:
 
 def file_of(value: Any) -> Path | None:
     """The file of the code, if it is in one."""
-    for wanted in (_unwrapped(value), type(value)):
+    for candidate in (_unwrapped(value), type(value)):
         try:
-            file = Path(inspect.getfile(wanted))
+            file = Path(inspect.getfile(candidate))
         except (OSError, TypeError):
             continue
         if file.is_file() and is_user_file(file.resolve()):
@@ -63,7 +63,7 @@ def _unwrapped(value: Any) -> Any:
     return value
 
 
-def _described(value: Any, seen: dict[int, Any]) -> Iterator[str]:
+def _describe(value: Any, seen: dict[int, Any]) -> Iterator[str]:
     if isinstance(value, _PLAIN):
         yield f"{type(value).__name__} {value!r}"
         return
@@ -74,10 +74,10 @@ def _described(value: Any, seen: dict[int, Any]) -> Iterator[str]:
     if isinstance(value, functools.partial):
         yield "partial"
         for part in (value.func, value.args, value.keywords):
-            yield from _described(part, seen)
+            yield from _describe(part, seen)
     elif isinstance(value, types.MethodType):
-        yield from _described(value.__func__, seen)
-        yield from _described(value.__self__, seen)
+        yield from _describe(value.__func__, seen)
+        yield from _describe(value.__self__, seen)
     elif isinstance(value, types.FunctionType):
         yield from _function(value, seen)
     elif isinstance(value, type):
@@ -86,36 +86,36 @@ def _described(value: Any, seen: dict[int, Any]) -> Iterator[str]:
         yield f"module {value.__name__}"
     elif isinstance(value, Mapping):
         yield f"mapping {len(value)}"
-        for key in sorted(value, key=repr)[:_MOST]:
+        for key in sorted(value, key=repr)[:_MAX_VALUES]:
             yield f"key {key!r}"
-            yield from _described(value[key], seen)
+            yield from _describe(value[key], seen)
     elif isinstance(value, set | frozenset):
         yield f"set {sorted(map(repr, value))}"
     elif isinstance(value, list | tuple):
         yield f"list {len(value)}"
-        for item in value[:_MOST]:
-            yield from _described(item, seen)
+        for item in value[:_MAX_VALUES]:
+            yield from _describe(item, seen)
     else:
         yield from _object(value, seen)
 
 
 def _function(function: types.FunctionType, seen: dict[int, Any]) -> Iterator[str]:
-    if not _is_users(function):
+    if not _is_user_code(function):
         yield f"function {function.__module__}.{function.__qualname__}"
         return
     yield f"function {function.__name__}"
     yield from _code(function, function.__code__)
-    yield from _described(function.__defaults__, seen)
-    yield from _described(function.__kwdefaults__, seen)
+    yield from _describe(function.__defaults__, seen)
+    yield from _describe(function.__kwdefaults__, seen)
     for cell in function.__closure__ or ():
         try:
-            yield from _described(cell.cell_contents, seen)
+            yield from _describe(cell.cell_contents, seen)
         except ValueError:
             yield "empty cell"
     for name in sorted(_names(function.__code__)):
         if name in function.__globals__:
             yield f"global {name}"
-            yield from _described(function.__globals__[name], seen)
+            yield from _describe(function.__globals__[name], seen)
 
 
 def _code(function: Any, code: types.CodeType) -> Iterator[str]:
@@ -151,7 +151,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 def _class(kind: type, seen: dict[int, Any]) -> Iterator[str]:
     yield f"class {kind.__qualname__}"
-    if not _is_users(kind):
+    if not _is_user_code(kind):
         yield kind.__module__
         return
     for name, value in sorted(vars(kind).items()):
@@ -160,9 +160,9 @@ def _class(kind: type, seen: dict[int, Any]) -> Iterator[str]:
         if name == "_abc_impl" or (name.startswith("__") and not isinstance(value, types.FunctionType)):
             continue  # Python's bookkeeping, which changes while the class is used
         yield f"attribute {name}"
-        yield from _described(value, seen)
+        yield from _describe(value, seen)
     for base in kind.__bases__:
-        yield from _described(base, seen)
+        yield from _describe(base, seen)
 
 
 def _object(value: Any, seen: dict[int, Any]) -> Iterator[str]:
@@ -175,11 +175,11 @@ def _object(value: Any, seen: dict[int, Any]) -> Iterator[str]:
     if attributes is None:
         slots = [slot for kind in type(value).__mro__ for slot in getattr(kind, "__slots__", ())]
         attributes = {slot: getattr(value, slot) for slot in slots if hasattr(value, slot)}
-    if _is_users(type(value)) or type(value).__module__.startswith("roll."):
-        yield from _described(dict(attributes), seen)
+    if _is_user_code(type(value)) or type(value).__module__.startswith("roll."):
+        yield from _describe(dict(attributes), seen)
 
 
-def _is_users(code: Any) -> bool:
+def _is_user_code(code: Any) -> bool:
     """Whether a function or a class is the user's own; code without a file, as in a notebook, is."""
     module = getattr(code, "__module__", None) or ""
     if module == "builtins":
@@ -187,7 +187,7 @@ def _is_users(code: Any) -> bool:
     if isinstance(code, types.FunctionType):
         file = Path(code.__code__.co_filename)
         return not file.is_file() or is_user_file(file.resolve())
-    place = getattr(sys.modules.get(module), "__file__", None)
-    if place is None:
+    name = getattr(sys.modules.get(module), "__file__", None)
+    if name is None:
         return module.partition(".")[0] not in sys.stdlib_module_names
-    return is_user_file(Path(place).resolve())
+    return is_user_file(Path(name).resolve())

@@ -18,10 +18,20 @@ from pathlib import Path
 
 from roll.config.user_code import is_user_file
 
-_NEVER = {"site-packages", "dist-packages", "node_modules", "__pycache__", ".venv", "venv", ".git", ".tox", ".nox"}
+_EXCLUDED_FOLDERS = {
+    "site-packages",
+    "dist-packages",
+    "node_modules",
+    "__pycache__",
+    ".venv",
+    "venv",
+    ".git",
+    ".tox",
+    ".nox",
+}
 _NAME = re.compile(r"[\w*~ ][\w.*/ -]*")
 """A relative path. `..` leads out of the folder, and an absolute path is not in it."""
-_LONGEST_NAME = 200
+_MAX_NAME_CHARS = 200
 _SUFFIXES = (".py", ".so", ".pyd")
 
 
@@ -29,14 +39,14 @@ def files_of_code(entries: Iterable[Path], folders: Sequence[Path]) -> list[Path
     """The entries and all files in `folders` that they import, directly or through others, sorted. Imports are searched
     in the folder of the importing file and in `folders`."""
     found: set[Path] = set()
-    waiting = [entry.resolve() for entry in entries]
-    while waiting:
-        file = waiting.pop()
-        if file in found or not is_kept(file, folders):
+    queue = [entry.resolve() for entry in entries]
+    while queue:
+        file = queue.pop()
+        if file in found or not is_user_code(file, folders):
             continue
         found.add(file)
         if file.suffix == ".py":
-            waiting += _imported_by(file, folders)
+            queue += _imported_by(file, folders)
     return sorted(found)
 
 
@@ -49,7 +59,7 @@ def loaded_files(folders: Sequence[Path]) -> list[Path]:
             files.add(Path(file).resolve())
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     files.discard(Path(script).resolve() if script else Path())
-    return sorted(file for file in files if is_kept(file, folders))
+    return sorted(file for file in files if is_user_code(file, folders))
 
 
 def files_named_by(modules: Iterable[Path], folders: Sequence[Path]) -> list[Path]:
@@ -59,12 +69,12 @@ def files_named_by(modules: Iterable[Path], folders: Sequence[Path]) -> list[Pat
     for module in modules:
         texts = _texts(module)
         starts = [module.parent, *(folder for folder in folders if module.is_relative_to(folder))]
-        places = [start / text for start in starts for text in texts if "*" not in text and (start / text).is_dir()]
-        for folder in dict.fromkeys([*starts, *places]):
+        subfolders = [start / text for start in starts for text in texts if "*" not in text and (start / text).is_dir()]
+        for folder in dict.fromkeys([*starts, *subfolders]):
             for text in texts:
                 matches = folder.glob(text) if "*" in text else (folder / text,)
                 found |= {file.resolve() for file in matches if file.suffix not in ("", ".py") and file.is_file()}
-    return sorted(file for file in found if is_kept(file, folders))
+    return sorted(file for file in found if is_user_code(file, folders))
 
 
 def _texts(module: Path) -> set[str]:
@@ -80,19 +90,25 @@ def _texts(module: Path) -> set[str]:
             texts.add(re.sub(r"\*+", "*", "".join(parts)))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             texts.add(node.value.replace("*", ""))
-    return {text for text in texts if text.strip("*./") and len(text) < _LONGEST_NAME and _NAME.fullmatch(text)}
+    return {text for text in texts if text.strip("*./") and len(text) < _MAX_NAME_CHARS and _NAME.fullmatch(text)}
 
 
-def is_kept(file: Path, folders: Sequence[Path]) -> bool:
+def is_user_code(file: Path, folders: Sequence[Path]) -> bool:
     """Whether a file is part of the user's code."""
     inside = any(file.is_relative_to(folder) for folder in folders)
-    return inside and file.is_file() and is_user_file(file) and not _NEVER & set(file.parts) and not _is_copy(file)
+    return (
+        inside
+        and file.is_file()
+        and is_user_file(file)
+        and not _EXCLUDED_FOLDERS & set(file.parts)
+        and not _is_copy(file)
+    )
 
 
 def _is_copy(file: Path) -> bool:
     """Whether a file is in a run's copy of code."""
-    kept = (folder for folder in file.parents if folder.name == "files" and folder.parent.name == "code")
-    return any((folder.parent / "manifest.json").is_file() for folder in kept)
+    copies = (folder for folder in file.parents if folder.name == "files" and folder.parent.name == "code")
+    return any((folder.parent / "manifest.json").is_file() for folder in copies)
 
 
 def packages_of(files: Sequence[Path]) -> dict[str, str]:
@@ -100,8 +116,8 @@ def packages_of(files: Sequence[Path]) -> dict[str, str]:
     imported = {
         name.partition(".")[0] for file in files if file.suffix == ".py" for name, dots in _imports(file) if not dots
     }
-    own = {file.stem for file in files} | {folder.name for file in files for folder in file.parents}
-    found = [distribution_of(top) for top in imported - own - set(sys.stdlib_module_names)]
+    local_names = {file.stem for file in files} | {folder.name for file in files for folder in file.parents}
+    found = [distribution_of(top) for top in imported - local_names - set(sys.stdlib_module_names)]
     return dict(sorted(package for package in found if package is not None))
 
 
@@ -156,14 +172,14 @@ def _named_in_call(node: ast.Call) -> str:
 
 def _module_files(name: str, folder: Path) -> Iterator[Path]:
     """The file of a module and those of its parent packages, as far as they are in the folder."""
-    here = folder
+    current = folder
     parts = name.split(".") if name else []
     if not parts:
         yield from _existing(folder / "__init__.py")
     for part in parts:
-        yield from _existing(here / f"{part}.py", here / part / "__init__.py")
-        here = here / part
-        if not here.is_dir():
+        yield from _existing(current / f"{part}.py", current / part / "__init__.py")
+        current = current / part
+        if not current.is_dir():
             return
 
 

@@ -19,8 +19,8 @@ from roll.config.errors import RunError
 from roll.config.hints import option
 
 _NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_WORDS = ("No space left on device", "Disk quota exceeded", "File too large")
-_QUOTED = re.compile("|".join([*_WORDS, *(rf"\bos error {number}\b" for number in _NUMBERS)]))
+_MESSAGES = ("No space left on device", "Disk quota exceeded", "File too large")
+_QUOTED = re.compile("|".join([*_MESSAGES, *(rf"\bos error {number}\b" for number in _NUMBERS)]))
 _FILE = re.compile(r"cannot write to (\S+): |'(/[^']+)'")
 
 
@@ -32,11 +32,11 @@ def full_disk(error: BaseException) -> str | None:
     """The operating system's message, if the error was caused by a full disk, a quota or a file size limit."""
     for cause in _causes(error):
         if isinstance(cause, OSError) and cause.errno in _NUMBERS:
-            return _WORDS[_NUMBERS.index(cause.errno)]
+            return _MESSAGES[_NUMBERS.index(cause.errno)]
         if found := _QUOTED.search(str(cause)):
-            said = found[0]
-            number = next((n for n in _NUMBERS if said.endswith(f"os error {n}")), None)
-            return said if number is None else _WORDS[_NUMBERS.index(number)]
+            quoted = found[0]
+            number = next((n for n in _NUMBERS if quoted.endswith(f"os error {n}")), None)
+            return quoted if number is None else _MESSAGES[_NUMBERS.index(number)]
     return None
 
 
@@ -50,15 +50,15 @@ def file_of(error: BaseException) -> str | None:
     return None
 
 
-def explain(folder: Path, what: str, said: str, saved: int | None) -> DiskFull:
+def explain(folder: Path, what: str, cause: str, saved: int | None) -> DiskFull:
     """The message for the user: what could not be written, why, how much is free, and how to continue."""
-    how = f"the checkpoint of step {saved} is whole" if saved is not None else "there is no checkpoint yet"
-    on = f"continue from step {saved}" if saved is not None else "start from the beginning"
+    checkpoint_text = f"the checkpoint of step {saved} is whole" if saved is not None else "there is no checkpoint yet"
+    next_step = f"continue from step {saved}" if saved is not None else "start from the beginning"
     what = what.removeprefix(f"{folder}/")
     return DiskFull(
-        f"{what} could not be written to {folder}: {said} ({human_bytes(shutil.disk_usage(folder).free)} free); {how}: "
-        f"make room, and {on} with {option('resume')}. `roll plan` says how much a run writes, and run.keep what it "
-        "deletes"
+        f"{what} could not be written to {folder}: {cause} ({human_bytes(shutil.disk_usage(folder).free)} free); "
+        f"{checkpoint_text}: make room, and {next_step} with {option('resume')}. `roll plan` says how much a run writes, "
+        "and run.keep what it deletes"
     )
 
 
@@ -86,12 +86,12 @@ class ClosingOnFullDisk(AbstractContextManager[None]):
 def _causes(error: BaseException) -> Iterator[BaseException]:
     """An error, its causes, and the members of exception groups."""
     seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        at = waiting.pop(0)
-        if at is None or id(at) in seen:
+    queue: list[BaseException | None] = [error]
+    while queue:
+        current = queue.pop(0)
+        if current is None or id(current) in seen:
             continue
-        seen.add(id(at))
-        yield at
-        waiting += [at.__cause__, None if at.__suppress_context__ else at.__context__]
-        waiting += getattr(at, "exceptions", ())
+        seen.add(id(current))
+        yield current
+        queue += [current.__cause__, None if current.__suppress_context__ else current.__context__]
+        queue += getattr(current, "exceptions", ())

@@ -46,8 +46,8 @@ from roll.config.hints import option
 from roll.run.format import FORMAT_FILE, check_format, write_format
 
 _LEFTOVER = re.compile(r"\.lock|\..+\.tmp-\d+")
-_HOLDER = re.compile(r"pid \d+ on \S")
-_OWN_FILES = (
+_LOCK_OWNER = re.compile(r"pid \d+ on \S")
+_RUN_FILES = (
     "metrics.jsonl",
     "history.jsonl",
     "ledger.*",
@@ -60,7 +60,7 @@ _OWN_FILES = (
     FORMAT_FILE,
     "config.yaml",
 )
-_OWN_FOLDERS = ("code", "logs", "samples", "sums", "checkpoints", "tensorboard")
+_RUN_FOLDERS = ("code", "logs", "samples", "sums", "checkpoints", "tensorboard")
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class RunFolder:
         """Refuses a path where no new run can be created, or only with `restart`."""
         check_location(path)
         if path.is_dir() and restart:
-            cls._refuse_other(path)
+            cls._refuse_if_no_run(path)
         elif path.is_dir():
-            cls._refuse_taken(path)
+            cls._refuse_occupied(path)
 
     @classmethod
     def create(cls, path: Path, config_yaml: str, mode: str = "0700") -> RunFolder:
@@ -86,10 +86,10 @@ class RunFolder:
         try:
             # Not `folder.path`: if it is a link to a folder that does not exist yet, that folder is created.
             Path(os.path.realpath(path)).mkdir(parents=True, exist_ok=True)
-            cls._refuse_taken(path)
+            cls._refuse_occupied(path)
             folder.set_mode(mode)
             with folder.lock():
-                cls._refuse_taken(path)  # another process may have created a run there in between
+                cls._refuse_occupied(path)  # another process may have created a run there in between
                 atomic_write(folder.config_path, config_yaml)
                 write_format(folder.path)
         except OSError as error:
@@ -97,7 +97,7 @@ class RunFolder:
         return folder
 
     @classmethod
-    def _refuse_taken(cls, path: Path) -> None:
+    def _refuse_occupied(cls, path: Path) -> None:
         if cls.is_run(path):
             raise UserError(
                 f"{path} already holds a run: write {option('resume')} to continue it, {option('restart')} to move it "
@@ -105,16 +105,16 @@ class RunFolder:
             )
         if not _is_empty(path):
             raise UserError(
-                f"{path} is not empty, and what it holds is not a run ({_some_of(path)}): write run.dir=OTHER to put the "
-                "run elsewhere"
+                f"{path} is not empty, and what it holds is not a run ({_first_entries(path)}): write run.dir=OTHER to "
+                "put the run elsewhere"
             )
 
     @classmethod
-    def _refuse_other(cls, path: Path) -> None:
+    def _refuse_if_no_run(cls, path: Path) -> None:
         if not cls.is_run(path) and not _is_empty(path):
             raise UserError(
-                f"{path} is not a run's folder ({_no_run(path)}), and {option('restart')} moves only runs aside: move it "
-                "yourself, or write run.dir=OTHER"
+                f"{path} is not a run's folder ({_why_no_run(path)}), and {option('restart')} moves only runs aside: "
+                "move it yourself, or write run.dir=OTHER"
             )
 
     @classmethod
@@ -123,7 +123,7 @@ class RunFolder:
         if not path.exists():
             raise UserError(f"there is no run in {path}: write the folder of a run")
         if not cls.is_run(path):
-            raise UserError(f"{path} is not a run's folder ({_no_run(path)}): write the folder of a run")
+            raise UserError(f"{path} is not a run's folder ({_why_no_run(path)}): write the folder of a run")
         if not any_format:
             check_format(path)
         return cls(_absolute(path))
@@ -146,7 +146,7 @@ class RunFolder:
         real = Path(os.path.realpath(path))
         if not real.exists() or _is_empty(real):
             return None
-        cls._refuse_other(path)
+        cls._refuse_if_no_run(path)
         with cls(real).lock():
             return _rename_to_free(real)
 
@@ -157,19 +157,19 @@ class RunFolder:
         if not real.exists() or (real.is_dir() and not any(real.iterdir())):
             aside.rename(real)
 
-    def discard(self, made: Path | None) -> None:
+    def discard(self, first_created: Path | None) -> None:
         """Deletes the files of a run that never began; the caller holds the lock. Nothing else is deleted.
 
         Then deletes the folders from the run's own up to `made`, the topmost one that the run created, as long as they
         are empty.
         """
-        for name in _OWN_FOLDERS:
+        for name in _RUN_FOLDERS:
             shutil.rmtree(self.path / name, ignore_errors=True)
-        for pattern in (*_OWN_FILES, ".lock"):  # the config last but one: until then the folder counts as a run
+        for pattern in (*_RUN_FILES, ".lock"):  # the config last but one: until then the folder counts as a run
             for file in self.path.glob(pattern):
                 file.unlink(missing_ok=True)
         real = Path(os.path.realpath(self.path))
-        while made is not None and real.is_relative_to(made):
+        while first_created is not None and real.is_relative_to(first_created):
             try:
                 real.rmdir()
             except OSError:
@@ -266,8 +266,8 @@ class RunFolder:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise UserError(
-                    f"{self.path} is being written by another process ({_holder(file)}): wait until it ends, stop it, "
-                    "or write run.dir=OTHER"
+                    f"{self.path} is being written by another process ({_lock_owner(file)}): wait until it ends, stop "
+                    "it, or write run.dir=OTHER"
                 ) from error
             except OSError as error:
                 raise UserError(
@@ -291,24 +291,24 @@ def check_location(path: Path) -> None:
     instead = "write run.dir=OTHER, a folder of the run's own such as runs/NAME"
     if real.exists() and not real.is_dir():
         raise UserError(f"cannot write to {path} (it is a file): {instead}")
-    for what, kept in _kept():
-        if real == kept:
+    for what, protected in _protected_folders():
+        if real == protected:
             raise UserError(f"run.dir is {path}, which is {what}: {instead}")
-        if kept.is_relative_to(real):
-            raise UserError(f"run.dir is {path}, which contains {what} ({kept}): {instead}")
+        if protected.is_relative_to(real):
+            raise UserError(f"run.dir is {path}, which contains {what} ({protected}): {instead}")
     if (real / ".git").exists():
         raise UserError(f"run.dir is {path}, which is the root of a git repository: {instead}")
     if ".git" in real.parts:
         raise UserError(f"run.dir is {path}, which is inside a git repository's own files: {instead}")
 
 
-def first_to_make(path: Path) -> Path | None:
+def first_missing_folder(path: Path) -> Path | None:
     """The topmost folder on the path that does not exist yet; None if all exist."""
     real = Path(os.path.realpath(path))
     return next((folder for folder in (*reversed(real.parents), real) if not folder.exists()), None)
 
 
-def _kept() -> Iterator[tuple[str, Path]]:
+def _protected_folders() -> Iterator[tuple[str, Path]]:
     """Folders that cannot be a run's, with a description of each."""
     yield "the root of the file system", Path("/")
     with suppress(FileNotFoundError):  # it was deleted
@@ -319,18 +319,18 @@ def _kept() -> Iterator[tuple[str, Path]]:
 
 def _was_locked(path: Path) -> bool:
     try:
-        return _HOLDER.match((path / ".lock").read_text(errors="replace")) is not None
+        return _LOCK_OWNER.match((path / ".lock").read_text(errors="replace")) is not None
     except OSError:
         return False
 
 
-def _no_run(path: Path) -> str:
+def _why_no_run(path: Path) -> str:
     if (path / "config.yaml").is_file():
         return "it has a config.yaml, but neither a ledger.log nor the lock of a run"
     return "it has no config.yaml"
 
 
-def _some_of(path: Path) -> str:
+def _first_entries(path: Path) -> str:
     names = sorted(entry.name for entry in path.iterdir() if not _LEFTOVER.fullmatch(entry.name))
     return ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
 
@@ -352,7 +352,7 @@ def _rename_to_free(path: Path) -> Path:
         raise UserError(f"{path} cannot be moved aside ({error.strerror}): write run.dir=OTHER") from error
 
 
-def _holder(file: IO[str]) -> str:
+def _lock_owner(file: IO[str]) -> str:
     file.seek(0)
     return file.read() or "pid unknown"
 

@@ -43,10 +43,10 @@ def check_format(run: Path) -> int:
         raise RunError(f"{file} is damaged ({error}): `roll repair {run}` moves it aside") from error
     if not isinstance(found, dict):
         raise RunError(f"{file} is damaged (it is not a JSON object): `roll repair {run}` moves it aside")
-    return checked(run, found)
+    return format_number(run, found)
 
 
-def checked(path: Path, entries: Mapping[str, Any]) -> int:
+def format_number(path: Path, entries: Mapping[str, Any]) -> int:
     """The format in a folder's entries; raises `UserError` if this version cannot read it."""
     number = entries.get("format", 1)
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:

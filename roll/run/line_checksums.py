@@ -82,34 +82,34 @@ def audit(run: Path, file: Path) -> Audit:
     after = read_checksums(run, file)
     if before is None or after is None:
         return Audit(lines, torn, has_sums=False)
-    least = max(before.settled, len(before.lines) - 1)
-    return compared(_name(run, file), lines, torn, after, least)
+    min_lines = max(before.settled, len(before.lines) - 1)
+    return compare_with_checksums(_name(run, file), lines, torn, after, min_lines)
 
 
-def compared(name: str, lines: Sequence[bytes], torn: bytes, sums: Checksums, least: int) -> Audit:
+def compare_with_checksums(name: str, lines: Sequence[bytes], torn: bytes, sums: Checksums, min_lines: int) -> Audit:
     """Finds the lines that were written under that name; at least `least` lines must be present."""
     found = Audit(list(lines), torn, sums_damaged=sums.damaged)
-    places: dict[int, list[int]] = {}
-    for place in reversed(range(len(sums.lines))):
-        if (value := sums.lines[place]) is not None:
-            places.setdefault(value, []).append(place)
-    start, next_place, matched, unknown = crc32(name.encode()), 0, 0, 0
+    positions: dict[int, list[int]] = {}
+    for position in reversed(range(len(sums.lines))):
+        if (value := sums.lines[position]) is not None:
+            positions.setdefault(value, []).append(position)
+    start, next_position, matched, unknown = crc32(name.encode()), 0, 0, 0
     for number, line in enumerate(lines):
-        mine = places.get(crc32(line, start), [])
-        while mine and mine[-1] < next_place:
-            mine.pop()
-        if mine:
+        candidates = positions.get(crc32(line, start), [])
+        while candidates and candidates[-1] < next_position:
+            candidates.pop()
+        if candidates:
             matched += 1
-            next_place = mine.pop() + 1
-        elif next_place < len(sums.lines) and sums.lines[next_place] is None:
+            next_position = candidates.pop() + 1
+        elif next_position < len(sums.lines) and sums.lines[next_position] is None:
             unknown += 1
-            next_place += 1
-        elif next_place == len(sums.lines) and line not in lines[:number]:
+            next_position += 1
+        elif next_position == len(sums.lines) and line not in lines[:number]:
             unknown += 1
             found.sums_damaged = True
         else:
             found.bad.append(number)
-    expected = max(min(least, len(sums.lines)), next_place)
+    expected = max(min(min_lines, len(sums.lines)), next_position)
     found.missing = max(expected - matched - unknown - len(found.bad), 0)
     return found
 
@@ -131,10 +131,10 @@ def write_checksums(run: Path, file: Path, values: Iterable[int]) -> None:
     records = [_record(name, number, b"%08x" % value) for number, value in enumerate(values)]
     records.append(_record(name, len(records), _SETTLED))
     _make_folder(run, path.parent)
-    aside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    aside.write_bytes(b"".join(records))
-    inherit_folder_mode(aside)
-    os.replace(aside, path)
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    temporary.write_bytes(b"".join(records))
+    inherit_folder_mode(temporary)
+    os.replace(temporary, path)
 
 
 def drop_checksums(run: Path, file: Path) -> None:

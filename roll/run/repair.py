@@ -29,7 +29,7 @@ from roll.run.history import History, parse_event
 from roll.run.line_checksums import (
     audit,
     checksums_path,
-    compared,
+    compare_with_checksums,
     drop_checksums,
     line_checksum,
     read_checksums,
@@ -38,7 +38,7 @@ from roll.run.line_checksums import (
 from roll.run.metrics import parse_row
 from roll.run.samples import parse_sample
 
-UnderWay = Callable[[Mapping[str, Any]], Mapping[str, str]]
+InFlight = Callable[[Mapping[str, Any]], Mapping[str, str]]
 """Given a checkpoint's state, returns the samples that were in flight, with their tasks."""
 
 
@@ -50,12 +50,12 @@ class Repair:
     checkpoint: Checkpoint | None
     findings: list[str] = field(default_factory=list)
     """One sentence per damaged file."""
-    aside: Path | None = None
+    backup_folder: Path | None = None
     """The folder that now has the damaged originals."""
     settings_lost: bool = False
 
     @property
-    def next(self) -> str:
+    def next_step(self) -> str:
         """What the user can do with the run now."""
         if self.settings_lost:
             return "put config.yaml back: the run cannot continue without it"
@@ -72,7 +72,7 @@ class Repair:
         return self.checkpoint is not None or History(self.folder).newest_saved() is None
 
 
-def repair(run: Path, under_way: UnderWay, *, dry_run: bool = False) -> Repair:
+def repair(run: Path, in_flight: InFlight, *, dry_run: bool = False) -> Repair:
     """Finds the damage of a run and repairs it; with `dry_run` it is only found."""
     folder = RunFolder.open(run, any_format=True)
     with folder.lock():
@@ -80,7 +80,7 @@ def repair(run: Path, under_way: UnderWay, *, dry_run: bool = False) -> Repair:
         repairing.format()
         repairing.config()
         checkpoint = repairing.checkpoints()
-        repairing.ledger(_checkpoint_mark(checkpoint, under_way))
+        repairing.ledger(_checkpoint_mark(checkpoint, in_flight))
         repairing.swapped_samples()
         repairing.lines(folder.metrics_path, lambda line: parse_row(line) is not None, _steps_of)
         repairing.lines(folder.history_path, lambda line: parse_event(line) is not None, _count_of)
@@ -89,19 +89,19 @@ def repair(run: Path, under_way: UnderWay, *, dry_run: bool = False) -> Repair:
         for file in sorted(folder.path.glob("trace*.json")):
             repairing.trace(file)
         repairing.summary()
-        done = Repair(folder, checkpoint, repairing.findings, repairing.aside, repairing.settings_lost)
-        if done.findings and not dry_run:
+        report = Repair(folder, checkpoint, repairing.findings, repairing.backup_folder, repairing.settings_lost)
+        if report.findings and not dry_run:
             step = 0 if checkpoint is None else checkpoint.step
-            History(folder).add("repaired", step, found=done.findings)
-        return done
+            History(folder).add("repaired", step, found=report.findings)
+        return report
 
 
-def _checkpoint_mark(checkpoint: Checkpoint | None, under_way: UnderWay) -> CheckpointMark:
+def _checkpoint_mark(checkpoint: Checkpoint | None, in_flight: InFlight) -> CheckpointMark:
     if checkpoint is None:
         return CheckpointMark()
     state = checkpoint.state
     return CheckpointMark(
-        state.get("ledger_position", 0), state.get("ledger_mark"), under_way(state.get("scheduler") or {})
+        state.get("ledger_position", 0), state.get("ledger_mark"), in_flight(state.get("scheduler") or {})
     )
 
 
@@ -111,16 +111,16 @@ class _Repairing:
         self._dry_run = dry_run
         self.findings: list[str] = []
         self.settings_lost = False
-        self.aside: Path | None = None
+        self.backup_folder: Path | None = None
 
     def checkpoints(self) -> Checkpoint | None:
         """The newest complete checkpoint; damaged ones are moved aside."""
         newest: Checkpoint | None = None
-        for path, checkpoint, problem in Checkpoints(self._folder).examined():
+        for path, checkpoint, problem in Checkpoints(self._folder).inspect():
             if problem is None:
                 newest = checkpoint if newest is None else newest
             else:
-                self._found(path, f"damaged checkpoint ({problem})")
+                self._report(path, f"damaged checkpoint ({problem})")
                 self._move(path)
         return newest
 
@@ -131,21 +131,23 @@ class _Repairing:
         except UserError as error:
             self.settings_lost = True
             remedy = f"put it back, or start over with {option('restart')}"
-            self._found(self._folder.config_path, f"cannot be read: {remedy} ({error})")
+            self._report(self._folder.config_path, f"cannot be read: {remedy} ({error})")
 
-    def ledger(self, place: CheckpointMark) -> None:
+    def ledger(self, checkpoint: CheckpointMark) -> None:
         path = self._folder.ledger_path
-        mended = repair_log(path, place)
-        if mended.nothing:
+        repaired = repair_log(path, checkpoint)
+        if repaired.is_empty:
             return
-        self._found(path, _ledger_words(mended))
+        self._report(path, _describe_ledger_repair(repaired))
         if not self._dry_run:
-            self._keep(path)
-            mended.write(path)
+            self._back_up(path)
+            repaired.write(path)
             if index_path(path).exists():
                 self._move(index_path(path))  # it is built again when queried
 
-    def lines(self, path: Path, good: Callable[[bytes], bool], lost: Callable[[list[bytes], list[bytes]], str]) -> None:
+    def lines(
+        self, path: Path, is_valid: Callable[[bytes], bool], describe_removed: Callable[[list[bytes], list[bytes]], str]
+    ) -> None:
         """Removes damaged lines from a file, including lines that the run did not write there, and a half-written line at
         its end."""
         if not path.is_file():
@@ -153,19 +155,19 @@ class _Repairing:
         run = self._folder.path
         found = audit(run, path)
         foreign = set(found.bad)
-        kept = [line for number, line in enumerate(found.lines) if number not in foreign and good(line)]
-        bad = [line for number, line in enumerate(found.lines) if number in foreign or not good(line)]
-        taken = [lost(bad, kept)] if bad else []
-        taken += [f"a half-written end of {len(found.torn)} bytes"] if found.torn else []
-        said = [", ".join(taken) + " taken out"] if taken else []
-        said += [f"{_missing(found.missing)} not there any more"] if found.missing else []
-        said += ["checksums of it are damaged and made again"] if found.sums_damaged else []
-        if not said:
+        kept = [line for number, line in enumerate(found.lines) if number not in foreign and is_valid(line)]
+        bad = [line for number, line in enumerate(found.lines) if number in foreign or not is_valid(line)]
+        removed = [describe_removed(bad, kept)] if bad else []
+        removed += [f"a half-written end of {len(found.torn)} bytes"] if found.torn else []
+        problems = [", ".join(removed) + " taken out"] if removed else []
+        problems += [f"{_missing(found.missing)} not there any more"] if found.missing else []
+        problems += ["checksums of it are damaged and made again"] if found.sums_damaged else []
+        if not problems:
             return
-        self._found(path, "; ".join(said))
+        self._report(path, "; ".join(problems))
         if not self._dry_run:
-            self._keep(path)
-            self._keep(checksums_path(run, path))
+            self._back_up(path)
+            self._back_up(checksums_path(run, path))
             drop_checksums(run, path)
             atomic_write(path, b"".join(line + b"\n" for line in kept))
             if found.has_sums:
@@ -182,12 +184,12 @@ class _Repairing:
             return
         for path, owner in owners.items():
             assert owner is not None
-            self._found(path, f"it is {owner.name}, whose name it gets")
+            self._report(path, f"it is {owner.name}, whose name it gets")
         if not self._dry_run:
             contents = {path: path.read_bytes() for path in owners}
             for path, owner in owners.items():
                 assert owner is not None
-                self._keep(path)
+                self._back_up(path)
                 atomic_write(owner, contents[path])
 
     def _owner(self, path: Path, lines: list[bytes]) -> Path | None:
@@ -196,7 +198,7 @@ class _Repairing:
         for other in sorted(self._folder.samples_dir.glob("step-*.jsonl")):
             sums = read_checksums(run, other)
             if other != path and sums is not None:
-                found = compared(other.relative_to(run).as_posix(), lines, b"", sums, sums.settled)
+                found = compare_with_checksums(other.relative_to(run).as_posix(), lines, b"", sums, sums.settled)
                 if not (found.bad or found.missing or found.sums_damaged):
                     return other
         return None
@@ -219,30 +221,30 @@ class _Repairing:
         torn = bool(lines[-1]) and bad == 1 and not _is_object(lines[-1].strip().removesuffix(b","))
         if not bad or torn:  # viewers accept a trace without its end
             return
-        self._found(path, f"{bad} of {number} events are damaged, taken out")
+        self._report(path, f"{bad} of {number} events are damaged, taken out")
         if not self._dry_run:
-            self._keep(path)
+            self._back_up(path)
             with atomic_open(path) as new:
                 new.write(b"[\n" + b",\n".join(events) + b"\n]\n")
 
     def summary(self) -> None:
         path = self._folder.summary_path
         if path.is_file() and not _is_object(path.read_bytes()):
-            self._found(path, "damaged, taken away; the run writes it again when it ends")
+            self._report(path, "damaged, taken away; the run writes it again when it ends")
             self._move(path)
 
     def format(self) -> None:
         path = self._folder.path / FORMAT_FILE
         if path.is_file() and not _is_object(path.read_bytes()):
-            self._found(path, "damaged, taken away; a resumed run writes it again")
+            self._report(path, "damaged, taken away; a resumed run writes it again")
             self._move(path)
         else:
             check_format(self._folder.path)
 
-    def _found(self, path: Path, what: str) -> None:
+    def _report(self, path: Path, what: str) -> None:
         self.findings.append(f"{path.relative_to(self._folder.path)}: {what}")
 
-    def _keep(self, path: Path) -> None:
+    def _back_up(self, path: Path) -> None:
         """Keeps a copy of a file before it is changed."""
         if not path.exists():
             return
@@ -257,33 +259,35 @@ class _Repairing:
             path.rename(self._target(path))
 
     def _target(self, path: Path) -> Path:
-        if self.aside is None:
+        if self.backup_folder is None:
             stamp = time.strftime("%Y%m%d-%H%M%S")
             names = (f"damaged-{stamp}" + (f".{number}" if number else "") for number in count())
-            self.aside = next(place for name in names if not (place := self._folder.path / name).exists())
+            self.backup_folder = next(place for name in names if not (place := self._folder.path / name).exists())
             try:
-                self.aside.mkdir()
+                self.backup_folder.mkdir()
             except OSError as error:
                 raise UserError(f"cannot write to {self._folder.path} ({error.strerror})") from error
-        target = self.aside / path.relative_to(self._folder.path)
+        target = self.backup_folder / path.relative_to(self._folder.path)
         target.parent.mkdir(parents=True, exist_ok=True)
         return target
 
 
-def _ledger_words(mended: RepairedLog) -> str:
-    said = []
-    if mended.gaps:
-        lost = sum(size for _, size in mended.gaps)
-        places = f"byte {mended.gaps[0][0]}" + (f" and {len(mended.gaps) - 1} more places" if mended.gaps[1:] else "")
-        said.append(f"{lost} bytes of records are lost at {places}")
-    if mended.samples:
-        more = " …" if len(mended.samples) > 3 else ""
-        who = f"{len(mended.samples)} samples of whose" if mended.samples[1:] else "1 sample of whose"
-        verb = "are" if mended.samples[1:] else "is"
-        said.append(f"{who} story a part is lost {verb} taken out ({', '.join(mended.samples[:3])}{more})")
-    if mended.cut_bytes:
-        said.append(f"the last {mended.cut_bytes} bytes are cut off")
-    return "; ".join(said)
+def _describe_ledger_repair(repaired: RepairedLog) -> str:
+    problems = []
+    if repaired.gaps:
+        describe_removed = sum(size for _, size in repaired.gaps)
+        places = f"byte {repaired.gaps[0][0]}" + (
+            f" and {len(repaired.gaps) - 1} more places" if repaired.gaps[1:] else ""
+        )
+        problems.append(f"{describe_removed} bytes of records are lost at {places}")
+    if repaired.samples:
+        more = " …" if len(repaired.samples) > 3 else ""
+        who = f"{len(repaired.samples)} samples of whose" if repaired.samples[1:] else "1 sample of whose"
+        verb = "are" if repaired.samples[1:] else "is"
+        problems.append(f"{who} story a part is lost {verb} taken out ({', '.join(repaired.samples[:3])}{more})")
+    if repaired.cut_bytes:
+        problems.append(f"the last {repaired.cut_bytes} bytes are cut off")
+    return "; ".join(problems)
 
 
 def _missing(lines: int) -> str:

@@ -26,13 +26,13 @@ def write_samples(folder: RunFolder, step: int, rows: Iterable[Mapping[str, Any]
     folder.samples_dir.mkdir(exist_ok=True)
     inherit_folder_mode(folder.samples_dir)
     path = _path(folder, step, part)
-    sum_of, sums = line_checksum(folder.path, path), list[int]()
+    checksum, sums = line_checksum(folder.path, path), list[int]()
     drop_checksums(folder.path, path)
     with atomic_open(path) as file:
         for row in rows:
             line = to_json_line(row)
             file.write(line)
-            sums.append(sum_of(memoryview(line)[:-1]))
+            sums.append(checksum(memoryview(line)[:-1]))
     write_checksums(folder.path, path, sums)
     return path
 
@@ -58,10 +58,10 @@ def steps_with_samples(folder: RunFolder) -> list[int]:
 
 def read_samples(folder: RunFolder, step: int) -> list[dict[str, Any]]:
     """The rows of a step; those stored in parts are sorted by sample."""
-    whole = _path(folder, step)
-    parts = sorted(folder.samples_dir.glob(f"{whole.stem}.part-*.jsonl"))
-    if whole.is_file() or not parts:
-        return _rows(folder, step, whole)
+    single_file = _path(folder, step)
+    parts = sorted(folder.samples_dir.glob(f"{single_file.stem}.part-*.jsonl"))
+    if single_file.is_file() or not parts:
+        return _rows(folder, step, single_file)
     rows = [row for part in parts for row in _rows(folder, step, part)]
     return sorted(rows, key=lambda row: [int(number) for number in row["sample"].split(".")])
 
@@ -82,13 +82,13 @@ def _rows(folder: RunFolder, step: int, path: Path) -> list[dict[str, Any]]:
     return [row for row in rows if row is not None]
 
 
-def check_samples(folder: RunFolder, last: int, most_bytes: int = CHECKED_BYTES) -> None:
+def check_samples(folder: RunFolder, last: int, max_bytes: int = CHECKED_BYTES) -> None:
     """Verifies the samples of steps up to `last`, newest first, until `most_bytes` are reached."""
     size = 0
     for path in sorted(folder.samples_dir.glob("step-*.jsonl"), key=_step, reverse=True):
         if _step(path) <= last:
             size += path.stat().st_size
-            if size > most_bytes:
+            if size > max_bytes:
                 return
             audit(folder.path, path).refuse(folder.path, path)
 

@@ -26,7 +26,7 @@ from roll.ledger.log import ROLLED_BACK, Transition
 
 ENDS = frozenset({"trained", "dropped", "failed", ROLLED_BACK})
 """Final states. A failed sample may be queued again; the clock then treats it as a new sample."""
-_ORDER = ("queued", "generating", "paused", "acting", "scoring", "scored", "kept")
+_STATE_ORDER = ("queued", "generating", "paused", "acting", "scoring", "scored", "kept")
 _WIDTH = log(1.02)
 _SHORTEST_S = 5e-7
 
@@ -75,8 +75,8 @@ class _Stay:
 
     @property
     def where(self) -> str:
-        places = (("engine", self.engine), ("worker", self.worker))
-        return ", ".join(f"{kind} {number}" for kind, number in places if number is not None)
+        locations = (("engine", self.engine), ("worker", self.worker))
+        return ", ".join(f"{kind} {number}" for kind, number in locations if number is not None)
 
 
 class LatencySpread:
@@ -108,10 +108,10 @@ class LatencySpread:
         rank = -(-99 * self.count // 100)
         if rank == self.count:
             return self.longest
-        passed = 0
+        cumulative = 0
         for bucket in sorted(self._buckets):
-            passed += self._buckets[bucket]
-            if passed >= rank:
+            cumulative += self._buckets[bucket]
+            if cumulative >= rank:
                 return min(exp((bucket - 0.5) * _WIDTH), self.longest)
         raise AssertionError("the buckets hold every time that was counted")
 
@@ -121,12 +121,12 @@ class StateClock:
 
     def __init__(self) -> None:
         self._open: dict[str, _Stay] = {}
-        self._depth: dict[str, int] = {}
-        self._spent: dict[str, LatencySpread] = {}
-        self._before: dict[str, LatencySpread] = {}
+        self._counts: dict[str, int] = {}
+        self._spreads: dict[str, LatencySpread] = {}
+        self._previous_spreads: dict[str, LatencySpread] = {}
         self._generated = 0
         self._wasted = 0
-        self._waste_before: float | None = None
+        self._previous_waste_share: float | None = None
 
     def append(self, transition: Transition) -> None:
         state, info = transition.state, transition.info
@@ -143,7 +143,7 @@ class StateClock:
             stay = self._open[transition.sample] = _Stay(state, transition.time_s)
         else:
             stay.state, stay.since_s = state, transition.time_s
-        self._depth[state] = self._depth.get(state, 0) + 1
+        self._counts[state] = self._counts.get(state, 0) + 1
         if state == "generating":
             stay.engine, stay.worker = info.get("engine"), info.get("worker")
         elif state == "scoring":
@@ -161,29 +161,29 @@ class StateClock:
         intervals were discarded), absent if none were generated.
         """
         values: dict[str, float] = {}
-        for state, spread in self._spent.items():
+        for state, spread in self._spreads.items():
             values[f"state/{state}_s_mean"] = spread.mean
             values[f"state/{state}_s_p99"] = spread.p99
             values[f"state/{state}_s_max"] = spread.longest
-        values |= {f"queue/{state}": depth for state, depth in self._depth.items()}
+        values |= {f"queue/{state}": depth for state, depth in self._counts.items()}
         values["rollout/discarded_tokens"] = self._wasted
         share = self._waste_share
         if share is not None:
             values["rollout/discarded_token_ratio"] = share
-        self._before, self._spent = self._spent, {}
-        self._waste_before = share
+        self._previous_spreads, self._spreads = self._spreads, {}
+        self._previous_waste_share = share
         self._generated = self._wasted = 0
         return values
 
     def table(self) -> StateTable:
         """The current situation. Durations are those of this interval, or of the previous one while no sample has left
         the state in this one."""
-        states = [state for state in _ORDER if state in self._depth]
-        states += [state for state in self._depth if state not in _ORDER]
+        states = [state for state in _STATE_ORDER if state in self._counts]
+        states += [state for state in self._counts if state not in _STATE_ORDER]
         share = self._waste_share
-        return StateTable(tuple(map(self._row, states)), share if share is not None else self._waste_before)
+        return StateTable(tuple(map(self._row, states)), share if share is not None else self._previous_waste_share)
 
-    def open(self, now_s: float | None = None) -> list[WaitTimes]:
+    def longest_waits(self, now_s: float | None = None) -> list[WaitTimes]:
         """The sample that has waited longest in each state, longest first. `now_s` is for virtual clocks."""
         now_s = time.time() if now_s is None else now_s
         oldest: dict[str, tuple[str, _Stay]] = {}
@@ -198,13 +198,13 @@ class StateClock:
         return self._wasted / self._generated if self._generated else None
 
     def _leave(self, stay: _Stay, now_s: float) -> None:
-        self._depth[stay.state] -= 1
-        spread = self._spent.get(stay.state)
+        self._counts[stay.state] -= 1
+        spread = self._spreads.get(stay.state)
         if spread is None:
-            spread = self._spent[stay.state] = LatencySpread()
+            spread = self._spreads[stay.state] = LatencySpread()
         spread.add(max(now_s - stay.since_s, 0.0))  # clocks of nodes may differ by more than a short stay
 
     def _row(self, state: str) -> StateRow:
-        spread = self._spent.get(state) or self._before.get(state)
-        now = self._depth[state]
+        spread = self._spreads.get(state) or self._previous_spreads.get(state)
+        now = self._counts[state]
         return StateRow(state, now) if spread is None else StateRow(state, now, spread.mean, spread.p99)

@@ -59,7 +59,7 @@ So lanes are numbered across all rows, with numbers that no row has."""
 
 _ROWS = {"queued": "waiting", "scoring": "graders", "scored": "buffer", "kept": "buffer"}
 _ON_ENGINES = frozenset({"generating", "paused", "acting"})
-_PLACES = {"controller": 0, "waiting": 1, "graders": 1_000_000, "buffer": 1_000_001}
+_ROW_ORDER = {"controller": 0, "waiting": 1, "graders": 1_000_000, "buffer": 1_000_001}
 """Vertical order of the rows: that of a sample's lifecycle, with the engines in the middle."""
 
 _by_time = itemgetter(0)
@@ -88,7 +88,7 @@ class Trace:
         self._lanes = count(_FIRST_LANE)
         self._rows: dict[str, _Row] = {}
         self._controller = self._row("controller")
-        self._put(list(self._labels(self._controller, None)), self._controller)
+        self._buffer_events(list(self._labels(self._controller, None)), self._controller)
 
     @classmethod
     def open(cls, folder: RunFolder, max_bytes: int = MAX_BYTES, keep_bytes: int = 0) -> Trace:
@@ -105,10 +105,10 @@ class Trace:
 
     def _begin(self, path: Path) -> None:
         self.path = path
-        self._room = self._max_bytes - _RESERVED_BYTES
+        self._remaining_bytes = self._max_bytes - _RESERVED_BYTES
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         inherit_folder_mode(path)
-        self._glue = "[\n"
+        self._separator = "[\n"
         self._labelled: set[int] = set()
         """Rows and lanes whose names are in this file."""
 
@@ -123,21 +123,21 @@ class Trace:
         self._moved_us[transition.sample] = time_us
         self._pending.append((time_us, transition))
         if len(self._pending) >= _PENDING:
-            self._settle(_PENDING // 2)
+            self._emit_pending(_PENDING // 2)
 
     def span(self, name: str, row: str, start_s: float, end_s: float, **args: Any) -> None:
         """Adds a span that does not belong to a sample; `row` names its owner, such as the controller."""
         start_us, end_us = round(start_s * 1e6), round(end_s * 1e6)
         self._newest_us = max(self._newest_us, end_us)
-        place = self._row(row)
-        lane = self._lane(place, start_us)
+        owner = self._row(row)
+        lane = self._lane(owner, start_us)
         self._write(
             f'{{"name":{quote(name)},"cat":"run","ph":"X","ts":{start_us},"dur":{end_us - start_us},'
-            f'"pid":{place.pid},"tid":{lane},"args":{to_json(args)}}}',
-            place,
+            f'"pid":{owner.pid},"tid":{lane},"args":{to_json(args)}}}',
+            owner,
             lane,
         )
-        place.give(lane, end_us)
+        owner.release(lane, end_us)
 
     def counter(self, name: str, time_s: float, value: float) -> None:
         """Adds a point to a curve, such as the depth of a queue."""
@@ -151,16 +151,16 @@ class Trace:
 
     def flush(self) -> None:
         """Writes every stay that has ended, so that it survives this process."""
-        self._settle(len(self._pending))
+        self._emit_pending(len(self._pending))
         self._drain()
 
     def close(self) -> None:
         """Writes the rest, including open stays, and ends the array."""
         if self._descriptor < 0:
             return
-        self._settle(len(self._pending))
-        for stage in self._open.values():
-            self._write(stage.event(self._newest_us, ',"unfinished":true'), stage.row, stage.lane)
+        self._emit_pending(len(self._pending))
+        for span in self._open.values():
+            self._write(span.event(self._newest_us, ',"unfinished":true'), span.row, span.lane)
         self._drain(end="\n]\n")
         self._stop()
 
@@ -170,60 +170,60 @@ class Trace:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _settle(self, number: int) -> None:
+    def _emit_pending(self, number: int) -> None:
         """Turns the earliest pending transitions into events."""
         self._pending.sort(key=_by_time)
-        settled, self._pending = self._pending[:number], self._pending[number:]
-        for time_us, transition in settled:
+        earliest, self._pending = self._pending[:number], self._pending[number:]
+        for time_us, transition in earliest:
             self._move(time_us, transition)
         if self.full:
-            self._forget()
+            self._clear_open()
 
     def _move(self, now_us: int, transition: Transition) -> None:
         state = transition.state
-        said = _said(transition)
-        stage = self._open.get(transition.sample)
+        details = _details_of(transition)
+        span = self._open.get(transition.sample)
         if now_us > self._newest_us:
             self._newest_us = now_us
-        if stage is not None:
-            self._write(stage.event(now_us, f',"then":{{"state":{quote(state)}{said}}}'), stage.row, stage.lane)
+        if span is not None:
+            self._write(span.event(now_us, f',"then":{{"state":{quote(state)}{details}}}'), span.row, span.lane)
         if state in ENDS:
-            self._end(now_us, transition, said)
+            self._end(now_us, transition, details)
             return
-        row = self._row_of(transition, stage)
-        if stage is None:
-            stage = self._open[transition.sample] = _StateSpan(row, self._lane(row, now_us), _who(transition))
-        elif row is not stage.row:
-            stage.row.give(stage.lane, now_us)
-            stage.row, stage.lane = row, self._lane(row, now_us)
-        stage.state, stage.since_us, stage.said = state, now_us, said
+        row = self._row_of(transition, span)
+        if span is None:
+            span = self._open[transition.sample] = _StateSpan(row, self._lane(row, now_us), _identity_of(transition))
+        elif row is not span.row:
+            span.row.release(span.lane, now_us)
+            span.row, span.lane = row, self._lane(row, now_us)
+        span.state, span.since_us, span.details = state, now_us, details
 
-    def _end(self, now_us: int, transition: Transition, said: str) -> None:
+    def _end(self, now_us: int, transition: Transition, details: str) -> None:
         """Removes a sample. A final state other than `trained` is marked where it happened."""
-        stage = self._open.pop(transition.sample, None)
+        span = self._open.pop(transition.sample, None)
         self._moved_us.pop(transition.sample, None)
-        if stage is not None:
-            stage.row.give(stage.lane, now_us)
+        if span is not None:
+            span.row.release(span.lane, now_us)
         if transition.state != "trained":
-            row = self._row("waiting") if stage is None else stage.row
-            where = f'"pid":{row.pid},"s":"p"' if stage is None else f'{stage.where},"s":"t"'
-            who = _who(transition) if stage is None else stage.who
+            row = self._row("waiting") if span is None else span.row
+            where = f'"pid":{row.pid},"s":"p"' if span is None else f'{span.where},"s":"t"'
+            identity = _identity_of(transition) if span is None else span.identity
             self._write(
                 f'{{"name":{quote(transition.state)},"cat":"sample","ph":"i","ts":{now_us},{where},'
-                f'"args":{{{who}{said}}}}}',
+                f'"args":{{{identity}{details}}}}}',
                 row,
-                None if stage is None else stage.lane,
+                None if span is None else span.lane,
             )
 
-    def _row_of(self, transition: Transition, stage: _StateSpan | None) -> _Row:
+    def _row_of(self, transition: Transition, span: _StateSpan | None) -> _Row:
         """The row of a state. `generating` names the engine; a sample that then pauses or acts stays in that row."""
         if transition.state not in _ON_ENGINES:
             return self._row(_ROWS.get(transition.state, "other"))
         engine = transition.info.get("engine")
         if engine is not None:
             return self._row(f"engine {engine}")
-        if stage is not None and stage.state in _ON_ENGINES:
-            return stage.row
+        if span is not None and span.state in _ON_ENGINES:
+            return span.row
         return self._row("environments" if transition.state == "acting" else "engines")
 
     def _row(self, name: str) -> _Row:
@@ -233,10 +233,10 @@ class Trace:
         return row
 
     def _lane(self, row: _Row, start_us: int) -> int:
-        lane = row.take(start_us)
+        lane = row.acquire(start_us)
         if lane is None:
             lane = next(self._lanes)
-            row.places[lane] = len(row.places)
+            row.lane_positions[lane] = len(row.lane_positions)
         return lane
 
     def _write(self, event: str, row: _Row, lane: int | None = None) -> None:
@@ -246,24 +246,24 @@ class Trace:
             return
         events = [*self._labels(row, lane), event]
         size = sum(map(len, events)) + 2 * len(events)  # characters are bytes: events are ASCII
-        if size > self._room and self._next_path is not None:
+        if size > self._remaining_bytes and self._next_path is not None:
             self._continue()
             events = [*self._labels(row, lane), event]
             size = sum(map(len, events)) + 2 * len(events)
-            if size > self._room:  # longer than a whole file
+            if size > self._remaining_bytes:  # longer than a whole file
                 return
-        if size > self._room:
+        if size > self._remaining_bytes:
             self.full, self._writing = True, False
             events = [
                 f'{{"name":"the trace ends here: it has reached its limit of {self._max_bytes} bytes",'
                 f'"ph":"i","s":"g","ts":{self._newest_us},"pid":{self._controller.pid}}}'
             ]
-        self._put(events, row, lane)
+        self._buffer_events(events, row, lane)
 
-    def _put(self, events: list[str], row: _Row, lane: int | None = None) -> None:
+    def _buffer_events(self, events: list[str], row: _Row, lane: int | None = None) -> None:
         self._labelled |= {row.pid, lane or row.pid}
         size = sum(map(len, events)) + 2 * len(events)
-        self._room -= size
+        self._remaining_bytes -= size
         self._buffer += events
         self._buffered += size
         if self._buffered >= _BUFFER_BYTES:
@@ -271,10 +271,10 @@ class Trace:
 
     def _labels(self, row: _Row, lane: int | None) -> Iterator[str]:
         if row.pid not in self._labelled:
-            yield from _label("process", row.name, _place(row.name), f'"pid":{row.pid}')
+            yield from _label("process", row.name, _row_position(row.name), f'"pid":{row.pid}')
         if lane is not None and lane not in self._labelled:
-            place = row.places[lane]
-            yield from _label("thread", f"lane {place}", place, f'"pid":{row.pid},"tid":{lane}')
+            position = row.lane_positions[lane]
+            yield from _label("thread", f"lane {position}", position, f'"pid":{row.pid},"tid":{lane}')
 
     def _continue(self) -> None:
         """Ends the file and begins the next."""
@@ -287,13 +287,13 @@ class Trace:
         except OSError as error:
             self._stop()
             raise RunError(f"cannot write to {self.path}: {error.strerror}") from error
-        self._put(list(self._labels(self._controller, None)), self._controller)
+        self._buffer_events(list(self._labels(self._controller, None)), self._controller)
 
     def _drain(self, end: str = "") -> None:
         text = end
         if self._buffer:
-            text = self._glue + ",\n".join(self._buffer) + end
-            self._glue = ",\n"
+            text = self._separator + ",\n".join(self._buffer) + end
+            self._separator = ",\n"
         self._buffer.clear()
         self._buffered = 0
         rest = memoryview(text.encode("ascii"))
@@ -306,12 +306,12 @@ class Trace:
 
     def _stop(self) -> None:
         self._writing = False
-        self._forget()
+        self._clear_open()
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
 
-    def _forget(self) -> None:
+    def _clear_open(self) -> None:
         self._pending.clear()
         self._moved_us.clear()
         self._open.clear()
@@ -342,17 +342,17 @@ def _number(path: Path) -> int:
 class _Row:
     """A row of the display, a process in the format: its lanes, and the free ones with the time since when."""
 
-    __slots__ = ("_free", "_since_us", "name", "pid", "places")
+    __slots__ = ("_free", "_since_us", "lane_positions", "name", "pid")
 
     def __init__(self, pid: int, name: str) -> None:
         self.pid = pid
         self.name = name
-        self.places: dict[int, int] = {}
+        self.lane_positions: dict[int, int] = {}
         """Position of each lane, counted from the top of the row."""
         self._free: list[int] = []
         self._since_us: dict[int, int] = {}
 
-    def take(self, start_us: int) -> int | None:
+    def acquire(self, start_us: int) -> int | None:
         """The lowest lane that is free from `start_us` on, if there is one."""
         free, since_us = self._free, self._since_us
         if free and since_us[free[0]] <= start_us:
@@ -363,7 +363,7 @@ class _Row:
             heapify(free)
         return found
 
-    def give(self, lane: int, end_us: int) -> None:
+    def release(self, lane: int, end_us: int) -> None:
         self._since_us[lane] = end_us
         heappush(self._free, lane)
 
@@ -371,15 +371,15 @@ class _Row:
 class _StateSpan:
     """An unfinished sample's current stay: parts of its event, ready to be joined."""
 
-    __slots__ = ("lane", "row", "said", "since_us", "state", "who")
+    __slots__ = ("details", "identity", "lane", "row", "since_us", "state")
 
-    def __init__(self, row: _Row, lane: int, who: str) -> None:
+    def __init__(self, row: _Row, lane: int, identity: str) -> None:
         self.row = row
         self.lane = lane
-        self.who = who
+        self.identity = identity
         self.state = ""
         self.since_us = 0
-        self.said = ""
+        self.details = ""
 
     @property
     def where(self) -> str:
@@ -388,28 +388,28 @@ class _StateSpan:
     def event(self, end_us: int, ending: str) -> str:
         return (
             f'{{"name":{quote(self.state)},"cat":"sample","ph":"X","ts":{self.since_us},"dur":{end_us - self.since_us},'
-            f'"pid":{self.row.pid},"tid":{self.lane},"args":{{{self.who}{self.said}{ending}}}}}'
+            f'"pid":{self.row.pid},"tid":{self.lane},"args":{{{self.identity}{self.details}{ending}}}}}'
         )
 
 
-def _who(transition: Transition) -> str:
+def _identity_of(transition: Transition) -> str:
     """The arguments at the beginning of every event of a sample."""
     task = transition.info.get("task")
     return f'"sample":{quote(transition.sample)}' + ("" if task is None else f',"task":{quote(str(task))}')
 
 
-def _said(transition: Transition) -> str:
+def _details_of(transition: Transition) -> str:
     """A transition's other fields, without sample, task and state, as arguments that follow others."""
-    said = f',"reason":{quote(transition.reason)}' if transition.reason else ""
+    details = f',"reason":{quote(transition.reason)}' if transition.reason else ""
     for key, value in transition.info.items():
         if key != "task":
-            said += f",{quote(key)}:{_json(value)}"
-    return said
+            details += f",{quote(key)}:{_json(value)}"
+    return details
 
 
-def _label(kind: str, name: str, place: int, where: str) -> Iterator[str]:
+def _label(kind: str, name: str, position: int, where: str) -> Iterator[str]:
     yield f'{{"name":"{kind}_name","ph":"M",{where},"args":{{"name":{quote(name)}}}}}'
-    yield f'{{"name":"{kind}_sort_index","ph":"M",{where},"args":{{"sort_index":{place}}}}}'
+    yield f'{{"name":"{kind}_sort_index","ph":"M",{where},"args":{{"sort_index":{position}}}}}'
 
 
 def _json(value: Any) -> str:
@@ -420,6 +420,6 @@ def _json(value: Any) -> str:
     return quote(value) if kind is str else to_json(value)
 
 
-def _place(row: str) -> int:
+def _row_position(row: str) -> int:
     kind, _, number = row.partition(" ")
-    return 10 + int(number) if kind == "engine" and number.isdecimal() else _PLACES.get(row, 9)
+    return 10 + int(number) if kind == "engine" and number.isdecimal() else _ROW_ORDER.get(row, 9)

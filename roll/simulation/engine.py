@@ -95,7 +95,7 @@ class SimEngine:
         self._alive = True
         self._paused = False
         self._arrivals = 0
-        self._seats = 0
+        self._slots_given = 0
         self._stats = SimEngineStats()
         self._prefixes = Prefixes()
         self._empty()
@@ -174,7 +174,7 @@ class SimEngine:
         self._arrivals += 1
         self._requests[id] = request = _Request(id, prompt_tokens, new_tokens, done, priority, prefix, self._arrivals)
         self._queue(request)
-        self._look()
+        self._schedule_admission()
 
     def abort(self, id: str) -> int:
         """Ends a request without calling its `done`; returns the number of tokens with which it can continue
@@ -183,27 +183,27 @@ class SimEngine:
         request = self._requests.pop(id)
         tokens = min(tokens, request.new_tokens - 1)
         if request.slot < 0:
-            self._look()
+            self._schedule_admission()
         else:
             request.slot = -1
             self._leaving.append(request)
             if self._span is None:
-                self._let_leave()
+                self._remove_leaving()
             else:
-                self._look_at_boundary()
+                self._end_span_at_boundary()
         return tokens
 
     def tokens_of(self, id: str) -> int:
         """Number of tokens that a request has sampled so far."""
         if id not in self._requests:
             raise KeyError(f"request {id!r} is not on this engine")
-        return self._drawn(self._requests[id], self._steps_now())
+        return self._sampled_tokens(self._requests[id], self._steps_now())
 
     def pause(self) -> None:
         """The current step ends, then nothing runs until `resume`. Requests may arrive and leave meanwhile."""
         self._paused = True
         if self._span is not None:
-            self._look_at_boundary()
+            self._end_span_at_boundary()
 
     def resume(self, *, new_weights: bool = True) -> None:
         """Continues after a pause. The prefix cache belongs to the old weights and is cleared; running requests keep
@@ -212,12 +212,12 @@ class SimEngine:
         if new_weights:
             self._prefixes.clear()
         if self._span is None:
-            self._look_at_boundary()
+            self._end_span_at_boundary()
 
     def kill(self) -> dict[str, int]:
         """The engine dies. Returns all its requests with the tokens that each leaves; their `done` is never called."""
         steps = self._steps_now()
-        lost = {r.id: min(self._drawn(r, steps), r.new_tokens - 1) for r in self._requests.values()}
+        lost = {r.id: min(self._sampled_tokens(r, steps), r.new_tokens - 1) for r in self._requests.values()}
         if self._span is not None:
             self._stats.add(self._span, steps, self._loop.time(), self.kv_used_tokens)
         if self._timer is not None:
@@ -234,7 +234,7 @@ class SimEngine:
     def _steps_now(self) -> int:
         return self._span.steps_by(self._loop.time()) if self._span is not None else 0
 
-    def _drawn(self, request: _Request, steps: int) -> int:
+    def _sampled_tokens(self, request: _Request, steps: int) -> int:
         """Tokens of a request after `steps` steps of the span."""
         return request.tokens + (self._step + steps - request.joined if request.slot >= 0 else 0)
 
@@ -250,18 +250,18 @@ class SimEngine:
             heapq.heappop(self._waiting)
         return None
 
-    def _look(self) -> None:
+    def _schedule_admission(self) -> None:
         """Schedules an admission at the next boundary if the head of the queue fits then. If it does not, it will not fit
         at the later boundaries of this span either: the cache only fills."""
         head = self._head()
         if head is None or self._paused:
             return
         if self._span is None:
-            self._look_at_boundary()
+            self._end_span_at_boundary()
             return
         steps = self._span.boundary_from(self._loop.time())
         if self._fits(head, self._used_tokens + steps * self._span.batch):
-            self._look_at_boundary()
+            self._end_span_at_boundary()
 
     def _fits(self, request: _Request, used_tokens: int) -> bool:
         """Whether there is a free slot, and space for the context and the next token of all requests."""
@@ -270,7 +270,7 @@ class SimEngine:
         needed = used_tokens + request.context_tokens + self._running + 1 + self.spec.reserve_tokens
         return self._running < self.spec.max_running and needed <= self.spec.kv_tokens
 
-    def _look_at_boundary(self) -> None:
+    def _end_span_at_boundary(self) -> None:
         """Ends the span at its next boundary; without a span, that is now."""
         now_s = self._loop.time()
         span = self._span
@@ -289,7 +289,7 @@ class SimEngine:
         self._timer = None
         if self._span is not None:
             self._end_span(self._span)
-        self._let_leave()
+        self._remove_leaving()
         finished = self._finished()
         if not self._paused:
             self._start_span()
@@ -302,24 +302,24 @@ class SimEngine:
         self._stats.add(span, span.steps, self._loop.time(), self._used_tokens)
         self._span = None
 
-    def _let_leave(self) -> None:
+    def _remove_leaving(self) -> None:
         for request in self._leaving:
-            self._unseat(request)
+            self._release_slot(request)
         self._leaving.clear()
 
     def _finished(self) -> list[_Request]:
         finished = []
         while self._finishing and self._finishing[0][0] <= self._step:
-            _, seat, request = heapq.heappop(self._finishing)
-            if request.slot == seat:
+            _, slot, request = heapq.heappop(self._finishing)
+            if request.slot == slot:
                 finished.append(request)
-                self._unseat(request)
+                self._release_slot(request)
                 del self._requests[request.id]
                 if request.prefix is not None:
                     self._prefixes.remember(request.prefix, request.context_tokens)
         return finished
 
-    def _unseat(self, request: _Request) -> None:
+    def _release_slot(self, request: _Request) -> None:
         request.tokens += self._step - request.joined
         request.slot = -1
         self._running -= 1
@@ -345,17 +345,17 @@ class SimEngine:
 
     def _preempt(self) -> bool:
         """Makes space for the next token of all requests; returns whether one was preempted."""
-        gone = False
+        preempted_any = False
         while self._used_tokens + self._running > self.spec.kv_tokens:
-            _, falling_seat, request = heapq.heappop(self._youngest)
-            if request.slot != -falling_seat:
+            _, negative_slot, request = heapq.heappop(self._youngest)
+            if request.slot != -negative_slot:
                 continue
-            self._unseat(request)
+            self._release_slot(request)
             request.preempted = True
             self._queue(request)
             self._stats.preemptions += 1
-            gone = True
-        return gone
+            preempted_any = True
+        return preempted_any
 
     def _admit(self) -> int:
         """Admits waiting requests as far as they fit; returns the tokens to compute before they can decode."""
@@ -363,12 +363,14 @@ class SimEngine:
         while (request := self._head()) is not None and self._fits(request, self._used_tokens):
             heapq.heappop(self._waiting)
             computed += self._to_compute(request)
-            self._seats += 1
-            request.slot, request.joined = self._seats, self._step
+            self._slots_given += 1
+            request.slot, request.joined = self._slots_given, self._step
             self._running += 1
             self._used_tokens += request.context_tokens
-            heapq.heappush(self._finishing, (self._step + request.new_tokens - request.tokens, self._seats, request))
-            heapq.heappush(self._youngest, (request.priority, -self._seats, request))
+            heapq.heappush(
+                self._finishing, (self._step + request.new_tokens - request.tokens, self._slots_given, request)
+            )
+            heapq.heappush(self._youngest, (request.priority, -self._slots_given, request))
         if len(self._youngest) > 64 + 2 * self._running:
             self._youngest = [entry for entry in self._youngest if entry[2].slot == -entry[1]]
             heapq.heapify(self._youngest)

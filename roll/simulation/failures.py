@@ -56,16 +56,21 @@ class MortalRollouts(SimRollouts):
     """A rollout worker some of whose samples crash their grader; it records which tokens were masked."""
 
     def __init__(
-        self, place: WorkerPlacement, workload: Workload, engines: Sequence[SimEngine], graders: SimGraderPool, fate: Fate
+        self,
+        placement: WorkerPlacement,
+        workload: Workload,
+        engines: Sequence[SimEngine],
+        graders: SimGraderPool,
+        fate: Fate,
     ) -> None:
-        super().__init__(place, workload, engines, graders)
+        super().__init__(placement, workload, engines, graders)
         self._fate = fate
         self.masked_below: dict[str, int] = {}
 
     @property
-    def home(self) -> set[str]:
+    def resident_samples(self) -> set[str]:
         """Samples whose tokens are here, or will be."""
-        return {sample for held in self._held.values() for sample in held.lease.samples}
+        return {sample for progress in self._leases.values() for sample in progress.lease.samples}
 
     @property
     def running(self) -> set[str]:
@@ -77,7 +82,7 @@ class MortalRollouts(SimRollouts):
 
     def _scored(self, id: str) -> None:
         sample = self._running[id]
-        lease = sample.held.lease
+        lease = sample.progress.lease
         if not (reason := self._fate(lease.task.id, id, lease.tries)):
             super()._scored(id)
             return

@@ -25,9 +25,9 @@ class Prefixes:
         """Cached tokens of each group's prompt and each conversation; the least recently used first."""
         self._total = 0
 
-    def shrink(self, room_tokens: int) -> None:
+    def shrink(self, budget_tokens: int) -> None:
         """Evicts until the rest fits into `room_tokens`."""
-        while self._total > room_tokens:
+        while self._total > budget_tokens:
             self._total -= self._tokens.popitem(last=False)[1]
 
     def known(self, prefix: Prefix) -> int:

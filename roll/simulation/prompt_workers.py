@@ -21,14 +21,14 @@ GENERATE_S, SCORE_S = 60.0, 2.0
 class PromptWorker(Worker):
     """Has the methods of `RolloutWorker` that a controller calls by name."""
 
-    def __init__(self, place: WorkerPlacement) -> None:
-        super().__init__(place)
+    def __init__(self, placement: WorkerPlacement) -> None:
+        super().__init__(placement)
         self._loop = asyncio.get_running_loop()
         self._report = Report()
-        self._news = asyncio.Event()
+        self._transition_added = asyncio.Event()
 
-    def take(self, orders: Sequence[WorkerCommand]) -> None:
-        leases = [order for order in orders if isinstance(order, Lease)]
+    def take(self, commands: Sequence[WorkerCommand]) -> None:
+        leases = [command for command in commands if isinstance(command, Lease)]
         self._say(leases, "generating", {"engine": 0, "worker": self.placement.rank, "version": 0})
         self._loop.call_later(GENERATE_S, self._generated, leases)
 
@@ -46,13 +46,13 @@ class PromptWorker(Worker):
     def _say(self, leases: list[Lease], state: str, info: dict[str, object]) -> None:
         now_s = self._loop.time()
         self._report.moves += [Transition(id, state, "", now_s, info) for lease in leases for id in lease.samples]
-        self._news.set()
+        self._transition_added.set()
 
     async def report(self) -> Report:
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._news.wait(), 5.0)
+            await asyncio.wait_for(self._transition_added.wait(), 5.0)
         report, self._report = self._report, Report()
-        self._news.clear()
+        self._transition_added.clear()
         return report
 
     def pause(self) -> None: ...

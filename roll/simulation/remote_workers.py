@@ -23,8 +23,8 @@ class RemoteHandle(Generic[W]):
 
     in_process = False
 
-    def __init__(self, make: Callable[[WorkerPlacement], W], place: WorkerPlacement, way_s: float) -> None:
-        self.placement = place
+    def __init__(self, make: Callable[[WorkerPlacement], W], placement: WorkerPlacement, way_s: float) -> None:
+        self.placement = placement
         self.incarnation = 0
         self._make = make
         self._way_s = way_s

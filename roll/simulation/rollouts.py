@@ -35,43 +35,43 @@ GATHER_S = 0.25
 
 
 @dataclass
-class _Held:
+class _LeaseProgress:
     lease: Lease
-    left: int
+    remaining: int
     outcomes: list[SampleResult] = field(default_factory=list)
 
 
 class _Sample:
     __slots__ = (
-        "drawn",
         "ended",
         "engine",
         "episode",
-        "held",
         "id",
         "ids",
         "newest",
         "oldest",
+        "progress",
+        "sampled_tokens",
         "state",
         "timer",
         "turn",
         "version",
     )
 
-    def __init__(self, id: str, held: _Held, episode: Episode) -> None:
+    def __init__(self, id: str, progress: _LeaseProgress, episode: Episode) -> None:
         self.id = id
-        self.held = held
+        self.progress = progress
         self.episode = episode
-        self.engine = held.lease.engine
+        self.engine = progress.lease.engine
         """Below 0: it lost its engine while its environment was acting."""
-        self.version = held.lease.version
+        self.version = progress.lease.version
         self.oldest: int | None = None
         """Version that engines served when it began."""
-        self.newest = held.lease.version
+        self.newest = progress.lease.version
         self.ended = ""
         """Why its response was stopped early."""
         self.turn = 0
-        self.drawn = 0
+        self.sampled_tokens = 0
         """Tokens of this turn, sampled by engines that it has left."""
         self.state = "queued"
         self.timer: asyncio.TimerHandle | None = None
@@ -84,34 +84,34 @@ class SimRollouts(Worker):
     """How long `report` waits before it returns without news."""
 
     def __init__(
-        self, place: WorkerPlacement, workload: Workload, engines: Sequence[SimEngine], graders: SimGraderPool
+        self, placement: WorkerPlacement, workload: Workload, engines: Sequence[SimEngine], graders: SimGraderPool
     ) -> None:
-        super().__init__(place)
+        super().__init__(placement)
         self.version = 0
         self._loop = asyncio.get_running_loop()
         self._workload = workload
         self._engines = engines
         self._graders = graders
-        self._held: dict[str, _Held] = {}
-        self._home: dict[str, str] = {}
+        self._leases: dict[str, _LeaseProgress] = {}
+        self._lease_of_sample: dict[str, str] = {}
         """The lease of every sample whose tokens are here, or will be."""
         self._running: dict[str, _Sample] = {}
         self._report = Report()
-        self._news, self._urgent = asyncio.Event(), asyncio.Event()
+        self._transition_added, self._urgent = asyncio.Event(), asyncio.Event()
 
-    def take(self, orders: Sequence[WorkerCommand]) -> None:
-        for order in orders:
-            if isinstance(order, Lease):
-                held = self._held[order.key] = _Held(order, len(order.samples))
-                for id in order.samples:
-                    self._home[id] = order.key
-                    sample = self._running[id] = _Sample(id, held, self._workload.episode(id))
+    def take(self, commands: Sequence[WorkerCommand]) -> None:
+        for command in commands:
+            if isinstance(command, Lease):
+                progress = self._leases[command.key] = _LeaseProgress(command, len(command.samples))
+                for id in command.samples:
+                    self._lease_of_sample[id] = command.key
+                    sample = self._running[id] = _Sample(id, progress, self._workload.episode(id))
                     self._generate(sample)
-            elif (found := self._running.get(order.sample)) is not None:
-                if not isinstance(order, EngineAssignment):
-                    self._stop(found, order)
+            elif (found := self._running.get(command.sample)) is not None:
+                if not isinstance(command, EngineAssignment):
+                    self._stop(found, command)
                 elif found.state == "queued":
-                    found.engine, found.version = order.engine, order.version
+                    found.engine, found.version = command.engine, command.version
                     self._generate(found)
 
     def _stop(self, sample: _Sample, stop: SampleCommand) -> None:
@@ -126,7 +126,7 @@ class SimRollouts(Worker):
         elif sample.id in self._engines[sample.engine]:
             self._engines[sample.engine].abort(sample.id)
             sample.ended = stop.reason
-            self._drawn(sample.id, 0)
+            self._turn_finished(sample.id, 0)
 
     def _generate(self, sample: _Sample) -> None:
         turn = sample.episode.turns[sample.turn]
@@ -142,16 +142,16 @@ class SimRollouts(Worker):
             return
         engine.submit(
             sample.id,
-            turn.prompt_tokens + sample.drawn,
-            turn.new_tokens - sample.drawn,
-            self._drawn,
+            turn.prompt_tokens + sample.sampled_tokens,
+            turn.new_tokens - sample.sampled_tokens,
+            self._turn_finished,
             prefix=sample.episode.prefix,
         )
 
-    def _drawn(self, id: str, tokens: int) -> None:
+    def _turn_finished(self, id: str, tokens: int) -> None:
         sample = self._running[id]
         sample.newest = self.version
-        sample.drawn = 0
+        sample.sampled_tokens = 0
         turn = sample.episode.turns[sample.turn]
         sample.turn += 1
         if turn.environment_s or (not sample.ended and sample.turn < len(sample.episode.turns)):
@@ -181,16 +181,16 @@ class SimRollouts(Worker):
 
     def _account(self, sample: _Sample, kills: int = 0) -> None:
         """Counts a finished sample; the last one of a lease completes the lease."""
-        held = sample.held
-        held.outcomes.append(self._outcome(sample, kills))
-        held.left -= 1
-        if not held.left:
-            self._report.outcomes.extend(held.outcomes)
-            self._report.done.append(held.lease.key)
+        progress = sample.progress
+        progress.outcomes.append(self._outcome(sample, kills))
+        progress.remaining -= 1
+        if not progress.remaining:
+            self._report.outcomes.extend(progress.outcomes)
+            self._report.done.append(progress.lease.key)
             self._urgent.set()
 
     def _outcome(self, sample: _Sample, kills: int) -> SampleResult:
-        episode, turns, tries = sample.episode, sample.turn, sample.held.lease.tries
+        episode, turns, tries = sample.episode, sample.turn, sample.progress.lease.tries
         if sample.state == "dropped":
             return SampleResult(sample.id, 0.0, {}, 0, 0, None, turns=turns, tries=tries)
         reward = episode.reward if sample.state == "scored" else 0.0
@@ -204,22 +204,22 @@ class SimRollouts(Worker):
             return
         engine = self._engines[sample.engine]
         if sample.id in engine:
-            sample.drawn += engine.abort(sample.id)
+            sample.sampled_tokens += engine.abort(sample.id)
         self._queue(sample, reason, **info)
 
     def _queue(self, sample: _Sample, reason: str, **info: int) -> None:
         """Requeues a sample with its tokens, to wait for an engine slot; a sample with a complete turn continues."""
-        if sample.drawn >= sample.episode.turns[sample.turn].new_tokens:
-            self._drawn(sample.id, 0)
+        if sample.sampled_tokens >= sample.episode.turns[sample.turn].new_tokens:
+            self._turn_finished(sample.id, 0)
             return
         self._move(sample, "queued", reason, **info)
         self._urgent.set()
 
-    def engine_died(self, engine: int, drawn: dict[str, int]) -> None:
+    def engine_died(self, engine: int, sampled_tokens: dict[str, int]) -> None:
         """An engine died: requeues its samples with the tokens that were sampled."""
-        for id, tokens in drawn.items():
+        for id, tokens in sampled_tokens.items():
             if (sample := self._running.get(id)) is not None:
-                sample.drawn += tokens
+                sample.sampled_tokens += tokens
                 self._queue(sample, f"engine died: actor_infer[{engine}]", lost_engine=engine)
 
     def die(self) -> None:
@@ -227,8 +227,8 @@ class SimRollouts(Worker):
         for sample in self._running.values():
             self._drop(sample)
         self._running.clear()
-        self._held.clear()
-        self._home.clear()
+        self._leases.clear()
+        self._lease_of_sample.clear()
         self._report = Report()
 
     def _drop(self, sample: _Sample) -> None:
@@ -242,16 +242,16 @@ class SimRollouts(Worker):
     def _move(self, sample: _Sample, state: str, reason: str, **info: object) -> None:
         sample.state = state
         self._report.moves.append(Transition(sample.id, state, reason, self._loop.time(), info))
-        self._news.set()
+        self._transition_added.set()
 
     async def report(self) -> Report:
         with suppress(TimeoutError):
-            if not self._news.is_set():
-                await asyncio.wait_for(self._news.wait(), self.poll_s)
+            if not self._transition_added.is_set():
+                await asyncio.wait_for(self._transition_added.wait(), self.poll_s)
             if not self._urgent.is_set():
                 await asyncio.wait_for(self._urgent.wait(), GATHER_S)
         report, self._report = self._report, Report()
-        self._news.clear()
+        self._transition_added.clear()
         self._urgent.clear()
         return report
 
@@ -275,26 +275,26 @@ class SimRollouts(Worker):
                 self._displace(sample, reason)
 
     def cancel(self, keys: Sequence[str]) -> None:
-        gone = [id for key in keys if key in self._held for id in self._held[key].lease.samples]
-        for id in gone:
-            if (sample := self._running.get(id)) is not None and sample.held.lease.key in keys:
+        cancelled = [id for key in keys if key in self._leases for id in self._leases[key].lease.samples]
+        for id in cancelled:
+            if (sample := self._running.get(id)) is not None and sample.progress.lease.key in keys:
                 self._drop(self._running.pop(id))
         self.release(keys)
         report = self._report
-        report.moves = [move for move in report.moves if move.sample not in gone]
-        report.outcomes = [outcome for outcome in report.outcomes if outcome.sample not in gone]
+        report.moves = [move for move in report.moves if move.sample not in cancelled]
+        report.outcomes = [outcome for outcome in report.outcomes if outcome.sample not in cancelled]
         report.done = [key for key in report.done if key not in keys]
 
     def release(self, keys: Sequence[str]) -> None:
         for key in keys:
-            if (held := self._held.pop(key, None)) is not None:
-                for id in held.lease.samples:
-                    if self._home.get(id) == key:
-                        del self._home[id]
+            if (progress := self._leases.pop(key, None)) is not None:
+                for id in progress.lease.samples:
+                    if self._lease_of_sample.get(id) == key:
+                        del self._lease_of_sample[id]
 
     def columns(self, blocks: Sequence[Sequence[str]], mask_below: int = 0) -> list[ColumnBlock]:
         for id in (id for block in blocks for id in block):
-            if id not in self._home:
+            if id not in self._lease_of_sample:
                 raise KeyError(id)
         return [ColumnBlock(RemoteRef(None)) for _ in blocks]
 
@@ -302,16 +302,16 @@ class SimRollouts(Worker):
         """Stores nothing."""
 
     def save(self, folder: Path, samples: Sequence[str]) -> None:
-        here = [sample for sample in samples if sample in self._home]
-        (folder / f"part-{self.placement.rank}.json").write_text(json.dumps(here))
+        present = [sample for sample in samples if sample in self._lease_of_sample]
+        (folder / f"part-{self.placement.rank}.json").write_text(json.dumps(present))
 
     def load(self, folder: Path, part: int, groups: Sequence[BufferedGroup]) -> list[str]:
         file = folder / f"part-{part}.json"
         saved = set(json.loads(file.read_text())) if file.is_file() else set()
-        whole = [group for group in groups if saved.issuperset(group.scored)]
-        for group in whole:
+        complete = [group for group in groups if saved.issuperset(group.scored)]
+        for group in complete:
             ids = tuple(sorted(id for id in saved if id.startswith(f"{group.group}.")))
             lease = Lease(group.lease, -1, group.task, group.group, 1.0, ids)
-            self._held[group.lease] = _Held(lease, 0)
-            self._home.update((id, group.lease) for id in ids)
-        return [group.lease for group in whole]
+            self._leases[group.lease] = _LeaseProgress(lease, 0)
+            self._lease_of_sample.update((id, group.lease) for id in ids)
+        return [group.lease for group in complete]

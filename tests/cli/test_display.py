@@ -41,7 +41,7 @@ def shown(*tables: StateTable, steps: int = 50) -> list[str]:
             reporter.evaluated(step, HeldOutResult("held-out accuracy", 0.5))
             reporter.stepped(REPORT)
         for table in tables:
-            reporter.stages(table)
+            reporter.sample_states(table)
     return [line.rstrip() for line in console.export_text().splitlines()]
 
 
@@ -95,7 +95,7 @@ def test_seconds_take_five_characters(seconds: float | None, text: str) -> None:
 def test_plain_lines_stay_one_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     reporter: Reporter = PlainReporter()
     reporter.stepped(REPORT)
-    reporter.stages(STAGES)
+    reporter.sample_states(STAGES)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("step 7/50  reward 0.625  answer length 812.5 tokens")
     reporter.evaluated(3, HeldOutResult("held-out loss", 0.25, "and more"))

@@ -118,7 +118,7 @@ def test_an_empty_record_has_empty_answers(tmp_path: Path) -> None:
         assert index.states() == {}
         assert index.span() == (0.0, 0.0)
         assert index.balance() == LedgerBalance(Ends(0, 0, 0, 0), Ends(0, 0, 0, 0), ())
-        assert index.reasons() == index.stages() == index.solve_rates() == []
+        assert index.reasons() == index.state_latencies() == index.solve_rates() == []
 
 
 def test_names_that_are_near_are_proposed(path: Path) -> None:
@@ -156,7 +156,7 @@ def test_times_that_are_unknown_are_in_no_stage(tmp_path: Path) -> None:
         path, [Transition("1.0", state, time_s=s) for state, s in (("queued", 1.0), ("kept", math.nan), ("trained", 2.0))]
     )
     with LedgerIndex.open(path) as index:
-        assert index.stages() == []
+        assert index.state_latencies() == []
         assert index.states() == {"trained": 1}
 
 

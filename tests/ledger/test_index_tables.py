@@ -44,13 +44,13 @@ def test_only_what_is_new_is_read(path: Path) -> None:
     size = path.stat().st_size
     write(path, lives(10, start=500))
     taken = []
-    real = index_tables.RecordBlock.take
+    real = index_tables.RecordBlock.apply
 
-    def take(block: Any, start: int, lines: list[bytes]) -> None:
+    def apply(block: Any, start: int, lines: list[bytes]) -> None:
         taken.append((start, len(lines)))
         real(block, start, lines)
 
-    with patch.object(index_tables.RecordBlock, "take", take):
+    with patch.object(index_tables.RecordBlock, "apply", apply):
         asked(path)
     assert taken == [(size, 40)]
 
@@ -154,7 +154,7 @@ from roll.ledger import index_tables
 from roll.run import LedgerIndex
 index_tables.BLOCK_BYTES = 10_000
 with LedgerIndex.open(pathlib.Path(sys.argv[1])) as index:
-    print(index.states(), index.balance(), index.reasons(), index.stages(), index.solve_rates())
+    print(index.states(), index.balance(), index.reasons(), index.state_latencies(), index.solve_rates())
 """
 
 

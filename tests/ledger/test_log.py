@@ -150,7 +150,7 @@ def test_a_kill_at_any_byte_loses_only_the_record_being_written(records: list[Tr
             ledger.append(later)
         assert read(path) == [*whole, later]
         with Ledger.open(path) as ledger:
-            assert ledger.cut_bytes == 0
+            assert ledger.truncated_bytes == 0
 
 
 @quick
@@ -174,7 +174,7 @@ def test_a_flipped_bit_is_refused_or_cut_off_and_never_read(records: list[Transi
         else:
             assert read(path) == records[:hit]
             with Ledger.open(path) as ledger:
-                assert ledger.cut_bytes > 0
+                assert ledger.truncated_bytes > 0
             assert read(path) == records[:hit]
 
 
@@ -194,7 +194,7 @@ def test_a_page_of_zeros_after_a_power_cut_is_cut_off(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(bytes(4096))
     with Ledger.open(path) as ledger:
-        assert ledger.cut_bytes == 4096
+        assert ledger.truncated_bytes == 4096
     assert len(read(path)) == 1
 
 

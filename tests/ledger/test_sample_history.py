@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from roll.config.errors import RunError
-from roll.ledger.sample_history import group_of, read_records, story
+from roll.ledger.sample_history import group_of, history_of, read_records
 from roll.run import ROLLED_BACK, Transition
 
 
@@ -21,10 +21,10 @@ def test_what_was_undone_does_not_count_and_what_it_was_for_is_told_all_the_same
         (400, Transition("1.0", ROLLED_BACK, info={"position": 0})),
         (500, Transition("1.0", "queued", info={"task": "b"})),
     ]
-    steps = story(records)
+    steps = history_of(records)
     assert [step.counts for step in steps] == [False, False, False, False, False, True]
     assert [step.task for step in steps] == ["a", "a", "a", "a", "a", "b"]
-    assert [step.counts for step in story(records[:4])] == [True, False, False, True]
+    assert [step.counts for step in history_of(records[:4])] == [True, False, False, True]
 
 
 def test_a_record_that_was_changed_meanwhile_is_not_read(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ class Writers:
 
 
 def steps(folder: RunFolder) -> list[int]:
-    return sorted(path.step for _, path, _ in Checkpoints(folder).examined() if path is not None)
+    return sorted(path.step for _, path, _ in Checkpoints(folder).inspect() if path is not None)
 
 
 def leftovers(folder: RunFolder) -> list[str]:

@@ -29,7 +29,7 @@ from roll.pipeline.recorder import Recorder
 from roll.pipeline.report import SilentReporter, StepReport
 from roll.pipeline.signals import Stopped
 from roll.run import Checkpoints
-from roll.run.checkpoint import _check_of
+from roll.run.checkpoint import _manifest_checksum
 
 MIB = 2**20
 SHARDED = "{strategy: sharded, replicas: 2}"
@@ -159,7 +159,7 @@ def unlist(file: Path) -> None:
     manifest = file.parent.parent / "manifest.json"
     content = json.loads(manifest.read_text())
     del content["files"][f"shards/{file.name}"]
-    manifest.write_text(json.dumps(content | {"check": _check_of(content)}))
+    manifest.write_text(json.dumps(content | {"check": _manifest_checksum(content)}))
 
 
 DAMAGES = [(flip, "__1_0.distcp"), (Path.unlink, "__0_0.distcp"), (cut, ".metadata"), (unlist, "__1_0.distcp")]
@@ -232,5 +232,5 @@ def test_a_run_that_is_ended_while_ranks_write_has_a_whole_checkpoint_or_none(
     monkeypatch.setattr(Recorder, "_finish", struck)
     with pytest.raises(Stopped):
         train(load_config(TINY, [*EXACT, RANKS, f"run={tmp_path / 'run'}"]), reporter=SilentReporter())
-    examined = list(Checkpoints(Remains(tmp_path / "run").folder).examined())
+    examined = list(Checkpoints(Remains(tmp_path / "run").folder).inspect())
     assert all(problem is None for _, _, problem in examined)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from roll.run.code_digest import digest_of, file_of, source_of
-from roll.run.code_files import distribution_of, files_named_by, files_of_code, is_kept, loaded_files, packages_of
+from roll.run.code_files import distribution_of, files_named_by, files_of_code, is_user_code, loaded_files, packages_of
 
 
 def project(folder: Path, **files: str) -> Path:
@@ -70,8 +70,8 @@ def test_what_is_installed_is_never_the_users(tmp_path: Path, inside: str) -> No
     project(tmp_path, near="import thing")
     folders = [tmp_path, tmp_path / inside]
     assert names(files_of_code([tmp_path / "near.py"], folders), tmp_path) == ["near.py"]
-    assert not is_kept(Path(os.__file__), [Path("/")])
-    assert not is_kept(Path(pytest.__file__), [Path("/")])
+    assert not is_user_code(Path(os.__file__), [Path("/")])
+    assert not is_user_code(Path(pytest.__file__), [Path("/")])
 
 
 def test_a_module_whose_name_is_made_at_run_time_is_found_once_it_is_imported(
@@ -194,5 +194,5 @@ def test_what_another_run_keeps_is_no_code_of_the_project(tmp_path: Path) -> Non
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "near.py").write_text("")
     (tmp_path / "code" / "manifest.json").write_text("{}")
-    assert not is_kept(tmp_path / "code" / "files" / "near.py", [tmp_path])
-    assert is_kept(tmp_path / "mine" / "code" / "files" / "near.py", [tmp_path])
+    assert not is_user_code(tmp_path / "code" / "files" / "near.py", [tmp_path])
+    assert is_user_code(tmp_path / "mine" / "code" / "files" / "near.py", [tmp_path])

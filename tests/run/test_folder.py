@@ -11,7 +11,7 @@ import pytest
 
 from roll.config.errors import RunError, UserError
 from roll.run import RunFolder
-from roll.run.folder import first_to_make
+from roll.run.folder import first_missing_folder
 
 
 def test_a_run_is_created_and_opened(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_link_keeps_runs_on_the_disk_that_it_names(tmp_path: Path) -> None:
 def test_what_a_run_that_never_began_wrote_is_deleted_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     for place in (tmp_path / "mine", tmp_path / "a" / "b" / "run"):
-        made = first_to_make(place)
+        made = first_missing_folder(place)
         folder = RunFolder.create(place, "seed: 0\n")
         with folder.lock():
             (folder.path / "ledger.log").touch()
@@ -167,7 +167,7 @@ def test_what_a_run_that_never_began_wrote_is_deleted_and_nothing_else(tmp_path:
     assert listing(tmp_path) == ["mine"]  # it was there before, and the others were not
 
     (tmp_path / "kept").mkdir()
-    made = first_to_make(tmp_path / "kept" / "run")
+    made = first_missing_folder(tmp_path / "kept" / "run")
     folder = RunFolder.create(tmp_path / "kept" / "run", "seed: 0\n")
     (folder.path / "notes.txt").write_text("put here meanwhile")
     with folder.lock():
@@ -179,7 +179,7 @@ def test_a_run_that_never_began_gives_its_name_back(tmp_path: Path) -> None:
     RunFolder.create(tmp_path / "run", "old: 1\n")
     aside = RunFolder.move_aside(tmp_path / "run")
     assert aside is not None
-    made = first_to_make(tmp_path / "run")
+    made = first_missing_folder(tmp_path / "run")
     new = RunFolder.create(tmp_path / "run", "new: 1\n")
     with new.lock():
         new.discard(made)
@@ -215,7 +215,7 @@ HOLDER = """
 import os, sys, time
 from pathlib import Path
 from roll.run import RunFolder
-from roll.run.folder import first_to_make
+from roll.run.folder import first_missing_folder
 with RunFolder.open(Path(sys.argv[1])).lock():
     if not os.fork():
         print(os.getpid(), flush=True)

@@ -8,7 +8,7 @@ import pytest
 from roll.config.errors import RunError, UserError
 from roll.config.version import __version__
 from roll.run import Checkpoints, RunFolder
-from roll.run.checkpoint import _check_of
+from roll.run.checkpoint import _manifest_checksum
 from roll.run.format import FORMAT, FORMAT_FILE, check_format
 from roll.run.repair import repair
 
@@ -46,7 +46,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path: Path) -> None:
         pass
     manifest = run.checkpoints_dir / "step-000003" / "manifest.json"
     entries = json.loads(manifest.read_bytes()) | {"format": FORMAT + 1, "roll": "7.2.0"}
-    manifest.write_text(json.dumps(entries | {"check": _check_of(entries)}))
+    manifest.write_text(json.dumps(entries | {"check": _manifest_checksum(entries)}))
     checkpoint = Checkpoints(run).latest()
     assert checkpoint is not None
     with pytest.raises(UserError, match=r"step-000003 has format .* written by ROLL 7.2.0"):

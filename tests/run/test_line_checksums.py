@@ -206,7 +206,7 @@ def test_a_run_is_read_while_it_writes(run: RunFolder) -> None:
 def test_resume_compares_no_more_samples_than_it_has_time_for(run: RunFolder) -> None:
     _digit(run.samples_dir / "step-000001.jsonl")
     size = (run.samples_dir / "step-000006.jsonl").stat().st_size
-    check_samples(run, STEPS, most_bytes=2 * size)
+    check_samples(run, STEPS, max_bytes=2 * size)
     check_samples(run, 0)
     with pytest.raises(RunError, match=r"step-000001\.jsonl is damaged"):
         check_samples(run, STEPS)

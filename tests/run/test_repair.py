@@ -47,7 +47,7 @@ def write_run(path: Path) -> CheckpointMark:
                 ledger.append_many(_life(f"{group}.{number}", f"task-{group}", "trained"))
         for sample in ("8.0", "8.1"):
             ledger.append_many(_life(sample, "task-8", "trained")[:4])
-        place = CheckpointMark(mark=ledger.mark(), position=ledger.position, under_way={"8.0": "task-8", "8.1": "task-8"})
+        place = CheckpointMark(mark=ledger.mark(), position=ledger.position, in_flight={"8.0": "task-8", "8.1": "task-8"})
         for number in range(2):
             ledger.append_many(_life(f"8.{number}", "task-8", "trained")[4:])
             ledger.append_many(_life(f"9.{number}", "task-9", "trained")[: 2 + number])
@@ -57,10 +57,10 @@ def write_run(path: Path) -> CheckpointMark:
 def finish(path: Path, place: CheckpointMark) -> None:
     """What a run does that continues from the place, and ends."""
     with Ledger.open(path) as ledger:
-        assert ledger.cut_bytes == 0
+        assert ledger.truncated_bytes == 0
         ledger.roll_back(place.position, 2, place.mark)
-        for sample in place.under_way:
-            ledger.append_many(_life(sample, place.under_way[sample], "trained")[4:])
+        for sample in place.in_flight:
+            ledger.append_many(_life(sample, place.in_flight[sample], "trained")[4:])
 
 
 def assert_balances(path: Path) -> dict[str, str]:
@@ -180,7 +180,7 @@ def test_damage_after_the_checkpoint_costs_nothing(tmp_path: Path, whole: tuple[
 def test_a_whole_ledger_is_left_alone(tmp_path: Path, whole: tuple[bytes, CheckpointMark]) -> None:
     path = tmp_path / "ledger.log"
     path.write_bytes(whole[0])
-    assert repair_log(path, whole[1]).nothing
+    assert repair_log(path, whole[1]).is_empty
 
 
 def test_readers_pass_over_gaps(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_readers_pass_over_gaps(tmp_path: Path) -> None:
     assert [transition.state for transition in Ledger.read(path)][:2] == ["queued", "generating"]
     assert Ledger.lineage(path)["0.0"].state == "trained"
     with Ledger.open(path) as ledger:
-        assert ledger.cut_bytes == 0
+        assert ledger.truncated_bytes == 0
         assert ledger.position == path.stat().st_size
         ledger.append(Transition("1.0", "queued", info={"task": "b"}))
     with LedgerIndex.open(path) as index:
@@ -238,8 +238,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_nothing_to_do_is_said(run: RunFolder) -> None:
     before = contents(run.path)
     done = repair(run.path, nobody)
-    assert (done.findings, done.aside, done.can_continue) == ([], None, True)
-    assert "continues from step 4" in done.next
+    assert (done.findings, done.backup_folder, done.can_continue) == ([], None, True)
+    assert "continues from step 4" in done.next_step
     assert contents(run.path) == before
 
 
@@ -335,11 +335,11 @@ def test_damage_is_said_mended_and_kept_aside(run: RunFolder, name: str) -> None
     assert looked.findings == done.findings
     assert len(done.findings) == 1
     assert said in done.findings[0]
-    assert next in done.next
+    assert next in done.next_step
     assert History(run).read()[-1]["found"] == done.findings
     changed = {path: content for path, content in before.items() if contents(run.path).get(path) != content}
     changed.pop("history.jsonl", None)
-    kept = contents(done.aside) if done.aside else {}
+    kept = contents(done.backup_folder) if done.backup_folder else {}
     assert all(kept[path] == content for path, content in changed.items())
     assert_whole(run)
 
@@ -365,7 +365,7 @@ def test_without_a_checkpoint_left_the_run_cannot_continue(run: RunFolder) -> No
         (path / "state.json").write_text("{}")
     done: Repair = repair(run.path, nobody)
     assert not done.can_continue
-    assert "start over with restart=True" in done.next
+    assert "start over with restart=True" in done.next_step
     assert len(done.findings) == 2
 
 
@@ -375,7 +375,7 @@ def test_a_run_without_checkpoints_keeps_what_is_whole(run: RunFolder) -> None:
     break_line("ledger.log", 3)(run.path)
     done = repair(run.path, nobody)
     assert done.can_continue
-    assert "starts from the beginning" in done.next
+    assert "starts from the beginning" in done.next_step
     with Ledger.open(run.ledger_path) as ledger:
         ledger.roll_back(0, 0)
     assert Ledger.lineage(run.ledger_path) == {}
@@ -386,4 +386,4 @@ def test_settings_that_cannot_be_read_are_not_made_up(run: RunFolder) -> None:
     done = repair(run.path, nobody)
     assert not done.can_continue
     assert "config.yaml: cannot be read" in done.findings[0]
-    assert "put config.yaml back" in done.next
+    assert "put config.yaml back" in done.next_step

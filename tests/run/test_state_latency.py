@@ -96,7 +96,7 @@ def test_the_clock_equals_a_plain_count(samples: int, number: int, interval: int
         plain.append(transition)
         if count % interval == 0:
             assert clock.take() == plain.take()
-        oldest = {waiting.state: now_s - waiting.seconds for now_s in (100.0,) for waiting in clock.open(now_s)}
+        oldest = {waiting.state: now_s - waiting.seconds for now_s in (100.0,) for waiting in clock.longest_waits(now_s)}
         states = {t.state for t in plain.open}
         assert oldest == pytest.approx({s: min(t.time_s for t in plain.open if t.state == s) for s in states})
         assert {row.state: row.now for row in clock.table().rows} == {
@@ -206,20 +206,22 @@ def test_the_longest_waiting_of_each_state_are_named_with_their_place() -> None:
     clock.append(Transition("3.0", "queued", "engine died", time_s=9))
     clock.append(Transition("4.0", "scored", time_s=0))
     clock.append(Transition("4.0", "dropped", time_s=1))
-    assert clock.open(10) == [
+    assert clock.longest_waits(10) == [
         WaitTimes("queued", "1.1", 6, ""),
         WaitTimes("generating", "2.0", 3, "engine 3, worker 0"),
         WaitTimes("acting", "2.1", 1, "engine 3, worker 0"),
     ]
     clock.append(Transition("1.1", "dropped", time_s=9))
     clock.append(Transition("1.0", "dropped", time_s=9))
-    assert [waiting for waiting in clock.open(10) if waiting.state == "queued"] == [WaitTimes("queued", "3.0", 1, "")]
+    assert [waiting for waiting in clock.longest_waits(10) if waiting.state == "queued"] == [
+        WaitTimes("queued", "3.0", 1, "")
+    ]
 
 
 def test_who_waits_is_told_by_the_real_time() -> None:
     clock = StateClock()
     clock.append(Transition("1.0", "queued", time_s=time.time() - 60))
-    (waiting,) = clock.open()
+    (waiting,) = clock.longest_waits()
     assert 60 <= waiting.seconds < 70
 
 
@@ -246,6 +248,6 @@ def test_only_open_samples_are_held() -> None:
         end = ("trained", "dropped", "failed", "rolled_back")[number % 4]
         moved(clock, f"{number}.0", (number + 3, end))
     assert not clock._open
-    assert not clock.open()
+    assert not clock.longest_waits()
     taken = clock.take()
     assert [taken[f"queue/{state}"] for state in ("queued", "generating", "scoring")] == [0, 0, 0]

@@ -181,10 +181,10 @@ def test_a_row_gives_the_lowest_lane_that_was_free_at_the_time(lanes: int, seed:
         if taken and (len(taken) == lanes or (number > lanes and chance.random() < 0.5)):
             lane = taken.pop(chance.randrange(len(taken)))
             free[lane] = time_us
-            row.give(lane, time_us)
+            row.release(lane, time_us)
         else:
             lowest = min((lane for lane in free if free[lane] <= time_us), default=None)
-            assert row.take(time_us) == lowest
+            assert row.acquire(time_us) == lowest
             taken.append(len(free) + len(taken) if lowest is None else lowest)
             free.pop(taken[-1], None)
 

@@ -499,7 +499,10 @@ class ExactlyOnce(RuleBasedStateMachine):
         """Workers keep the tokens of those groups only that may be trained on, or that the next step will forget."""
         scheduler, pool = self.training.scheduler, self.training.world.pool
         known = {group.index for group in (*scheduler._group_table.waiting, *scheduler._tally.ended)}
-        kept = {*pool.tokens._homes, *(sample for rollouts in self.training.world.rollouts for sample in rollouts.home)}
+        kept = {
+            *pool.tokens._homes,
+            *(sample for rollouts in self.training.world.rollouts for sample in rollouts.resident_samples),
+        }
         assert {int(sample.partition(".")[0]) for sample in kept} <= known
 
     def check_nothing_left(self) -> None:
@@ -510,7 +513,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         assert [engine.running + engine.waiting for engine in world.engines] == [0] * len(world.engines)
         assert world.graders.serving + world.graders.waiting == 0
         assert set().union(*(rollouts.running for rollouts in world.rollouts)) == set()
-        assert set().union(*(rollouts.home for rollouts in world.rollouts)) == set()
+        assert set().union(*(rollouts.resident_samples for rollouts in world.rollouts)) == set()
         assert world.pool.tokens._homes == {}
 
     def check(self) -> None:
