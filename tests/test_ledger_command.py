@@ -176,7 +176,7 @@ def test_a_run_that_has_recorded_nothing_yet(tmp_path: Path, capsys: pytest.Capt
     folder = RunFolder.create(tmp_path / "run", "seed: 0\n")
     folder.ledger_path.touch()
     assert main(["ledger", str(folder.path)]) == 0
-    assert "Nothing is on record yet" in capsys.readouterr().out
+    assert "Nothing is recorded yet" in capsys.readouterr().out
     for question in ("--dropped", "--stages", "--solve-rates", "--json"):
         assert main(["ledger", str(folder.path), question]) == 0
 

@@ -97,9 +97,9 @@ def _root(
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's newest checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the run folder's newest checkpoint.")] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Move an existing run folder aside and start over.")] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="One line a step instead of a live display.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="One line per step instead of a live display.")] = False,
     code: CodeOption = None,
 ) -> None:
     """Train a model as CONFIG says.
@@ -284,7 +284,7 @@ def repair(
     if not repaired.findings:
         message = f"nothing in {run} is damaged"
     elif dry_run:
-        message = f"nothing was changed: `roll repair {run}` mends it"
+        message = f"nothing was changed: `roll repair {run}` repairs it"
     else:
         message = (
             f"repaired; what was there before is in {repaired.backup_folder}" if repaired.backup_folder else "repaired"

@@ -105,7 +105,7 @@ def _summary(summary: LedgerSummary) -> Iterator[RenderableType]:
     total = sum(summary.samples.values())
     began, ended = when(summary.first_s), when(summary.last_s)
     if not total and not summary.undone:
-        yield Text("Nothing is on record yet.")
+        yield Text("Nothing is recorded yet.")
         return
     yield Text(f"{total:,} samples, {began} to {ended} ({seconds(summary.last_s - summary.first_s)} s)", style="bold")
     yield _table(

@@ -58,16 +58,16 @@ class AlgorithmConfig(Section):
     defaults of all below (`docs/algorithms.md`)."""
 
     reward_clip: tuple[Bound, Bound] | None = None
-    """Rewards are clipped to this range first; what an episode's turns earned keeps its share of them."""
+    """Rewards are clipped to this range first; the rewards of an episode's turns are scaled with them."""
     reward_scale: float = 1.0
     """Factor of clipped rewards."""
     reward_shift: float = 0.0
     """Added to scaled rewards."""
     overlong_buffer_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Over the last so large a share of `rollout.max_new_tokens` the reward falls linearly; 0 for no such penalty. Of an
-    episode the mean of its turns counts."""
+    """DAPO's overlong penalty: the reward decreases linearly over this last share of `rollout.max_new_tokens`; 0 disables
+    it. For episodes with several turns the mean over the turns is used."""
     overlong_penalty: NonNegative = 1.0
-    """What a response of the longest length loses."""
+    """The penalty of a response of maximum length."""
     mask_truncated: bool = False
     """Leave out responses that were cut off at the longest length."""
     difficulty_range: tuple[Bound, Bound] | None = None

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, one line a mistake: where it stands, what it got and what to write instead."""
+"""The mistakes of a configuration, one line each: where the setting was written, its value, and what to write instead."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def format_bare_value(value: Any) -> str:
 
 
 def unknown_key(path: Path) -> str:
-    """The mistake of a key that is no setting."""
+    """The message for a key that is not a setting."""
     path = (*path[:-1], str(path[-1]))
     if (now := setting(dotted(path))) is not None:
         return f"{dotted(path)} has another name: write {now}"
@@ -88,7 +88,7 @@ def unknown_key(path: Path) -> str:
 
 
 def wrong_value(path: Path, value: Any) -> str:
-    """The mistake of a value that its setting does not take."""
+    """The message for a value that its setting does not accept."""
     kind = type_at(path)
     value = redacted(value, name_at(path))
     text = f"{dotted(path)} is {format_value(value)}, but takes {describe_type(kind)}"

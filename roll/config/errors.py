@@ -1,4 +1,4 @@
-"""The two ways a run ends badly, by who can mend it. What their messages say is for screens and logs: no secrets."""
+"""The two kinds of failure of a run, by who can fix it. Messages go to screens and logs, so secrets are removed."""
 
 from typing import Any
 

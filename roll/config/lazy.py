@@ -8,7 +8,7 @@ from typing import Any
 
 
 def lazily(package: str, names_by_module: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """A package's `__getattr__`. `homes` says which module each of its names is in."""
+    """A package's `__getattr__`. `names_by_module` says which module each of its names is in."""
     module_of = {name: module for module, names in names_by_module.items() for name in names}
 
     def get(name: str) -> Any:

@@ -45,7 +45,7 @@ def load_config(
     Overrides are a list of `"key.sub=value"`, each value as in YAML, or a mapping of settings, with sections as mappings
     or keys with dots: `{"train": {"lr": 1e-5}}` or `{"train.lr": 1e-5}`. Names of files and code in a YAML file are
     relative to its folder, those in a mapping and in overrides to the working directory. Raises one `UserError` that
-    lists every mistake, a line each.
+    lists every mistake, one line each.
 
         load_config("examples/tiny.yaml", ["train.lr=1e-5", "run=runs/a"])
         load_config({"model": "tiny", "tasks": "echo"}, {"train": {"steps": 10}})

@@ -21,7 +21,7 @@ model: smollm2-135m          # short for model: {path: smollm2-135m}
 tasks: addition
 rollout:
   groups_per_step: 8
-  group_size: 8              # 8 × 8 = 64 samples a step
+  group_size: 8              # 8 × 8 = 64 samples per step
 train: {steps: 50, lr: 1e-5}
 ```
 

@@ -34,16 +34,18 @@ class RolloutConfig(Section):
     max_replacements: NonNegative = 1.0
     """At most this many times `groups_per_step` dropped groups are replaced in a step."""
     max_staleness: Whole = 0
-    """Versions of the weights a sample may be behind when it is trained on. 0 is on-policy; above, generation goes on
+    """Versions of the weights a sample may be behind when it is trained on. 0 is on-policy; above, generation continues
     while training runs, which needs `executor: ray`."""
     staleness_policy: Literal["wait", "mask", "drop"] = "wait"
-    """What is done about samples that would get too old: `wait` for them, `mask` their old tokens, or `drop` them."""
+    """How samples that would exceed `max_staleness` are handled: `wait` for them, `mask` their old tokens, or `drop`
+    them."""
     staleness_timeout_s: Seconds = 600.0
-    """Seconds `wait` waits; then they are dropped."""
+    """Seconds that `wait` waits; after that the samples are dropped."""
     on_weight_update: Literal["pause", "abort"] = "pause"
-    """Around new weights, running samples `pause` and go on, or `abort` and go on from their prefix, computed anew."""
+    """While new weights arrive, running samples `pause` and then continue, or `abort` and continue from their prefix,
+    which is computed again."""
     oversample: NonNegative = 0.0
-    """Groups issued beyond a step's need, as a share of it."""
+    """Groups issued in addition to those a step needs, as a share of them."""
     batch_selection: Literal["in_order", "first_finished"] = "in_order"
     """Which groups make a step: the oldest issued, or the first to finish, which favours short answers."""
     task_order: str = "in_order"
@@ -54,19 +56,19 @@ class RolloutConfig(Section):
     early_stop: tuple[str, ...] = ()
     """What ends a response early: `repetition`, `length_budget=4` (times its siblings' mean), or a function."""
     policy: str = "none"
-    """What interferes with running groups: `none`, `stragglers=60` (the last responses of a step are ended after so many
-    seconds), or a class: `module:name` or `file.py:name`."""
+    """The policy that controls in-flight groups: `none`, `stragglers=60` (the last responses of a step are ended after
+    that many seconds), or a class: `module:name` or `file.py:name`."""
     max_running: Count = 64
     """Samples an engine generates at once."""
     kv_cache_tokens: Whole = 0
-    """Tokens an engine's cache holds at most: it gets no more samples then, and of those that the embedded engine has,
-    some wait. 0 for what they need, as far as memory goes."""
+    """Most tokens in an engine's KV cache. A full engine gets no more samples, and in the embedded engine some requests
+    wait. 0 for what the samples need, within the available memory."""
     router_replay: bool = True
-    """Of a mixture of experts: engines record which experts each token was sent to, and trainers send it to the same
-    ones. Without effect on other models."""
+    """For mixtures of experts: engines record the experts of each token, and trainers route it to the same ones. No
+    effect on other models."""
     deadline_s: Seconds = 600.0
     """Seconds that engines may spend on one response; then its sample fails."""
     max_attempts: Count = 3
     """Attempts at a sample whose worker dies or hangs."""
     quarantine_after: Count = 3
-    """Workers a task's samples may have killed or hung; after that the task is dropped wherever it comes up."""
+    """Workers that a task's samples may kill or hang; after that the task is not drawn any more."""

@@ -87,11 +87,12 @@ class TasksConfig(SourceConfig):
     domain_weights: dict[str, Positive] = Field(default_factory=dict)
     """Share of each domain among the groups, by name; empty: every task equally often."""
     sampler: Literal["epochs", "solve_rate"] = "epochs"
-    """`epochs`: every task once an epoch. `solve_rate`: of those, tasks always or never solved of late often wait."""
+    """`epochs`: every task once an epoch. `solve_rate`: as `epochs`, but tasks that were recently always or never solved
+    are often skipped."""
     max_prompt_tokens: Whole = 0
-    """Longest prompt, in tokens; 0: whatever leaves room for `max_new_tokens` in the model's context."""
+    """Longest prompt, in tokens; 0: as long as `max_new_tokens` still fit into the model's context."""
     too_long: Literal["refuse", "drop"] = "refuse"
-    """What is done about a task with a longer one: `refuse` the run, or `drop` the task."""
+    """How a task with a longer prompt is handled: `refuse` the run, or `drop` the task."""
 
 
 class DataConfig(Section):
@@ -112,7 +113,7 @@ class DataConfig(Section):
     max_tokens: Whole = 0
     """Longest conversation, in tokens; 0 for the model's context."""
     too_long: Literal["refuse", "drop", "cut"] = "refuse"
-    """What is done about a longer one: `refuse` the run, `drop` it, or `cut` off its end."""
+    """How a longer conversation is handled: `refuse` the run, `drop` it, or `cut` off its end."""
 
 
 class TrainConfig(Section):
@@ -202,7 +203,7 @@ class RunConfig(Section):
     save_samples: bool = True
     """Write every sample's text, tokens and rewards."""
     trace: bool = True
-    """Write `trace.json`: every stage of every sample, for Perfetto."""
+    """Write `trace.json`: every state of every sample, for Perfetto."""
     curve: bool = True
     """Draw `curve.png`, what was learned over the steps, at the end."""
 
@@ -240,15 +241,16 @@ class Settings(Section):
     seed: Seed = 0
     """Fixes the order of tasks, the noise of sampling and fresh weights."""
     executor: Literal["local", "ray"] = "local"
-    """`local`: one process, roles take turns. `ray`: every worker a process, on this machine or a cluster."""
+    """`local`: one process, in which roles alternate. `ray`: every worker a process, on this machine or a cluster."""
     devices: Devices = "auto"
     """Devices of roles without devices of their own: `auto` is the GPUs if there are any, else the CPU."""
     offload: Literal["auto", "always", "never"] = "auto"
-    """Whether a role that shares its devices leaves them while another has its turn; `auto`: when not all of it fits."""
+    """Whether a role is offloaded from shared devices while another role needs them; `auto`: only if not everything
+    fits."""
     deterministic: bool = False
     """The same bits every time, whatever else is running; slower."""
     threads: Threads = 0
-    """CPU threads of the numeric work, 0 for one a core."""
+    """CPU threads of the numeric work, 0 for one per core."""
     run: RunConfig = RunConfig()
     tasks: TasksConfig = TasksConfig()
     domains: dict[str, DomainConfig] = Field(default_factory=dict)

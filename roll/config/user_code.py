@@ -58,7 +58,7 @@ def load_user_code(text: str, *, what: str, known: Iterable[str] = (), root: str
 
 def working_copy(root: str | os.PathLike[str] | None) -> Path:
     """The folder `root` as it is on this machine: itself, or on another node of a cluster the copy that Ray has made of
-    it, which lies in the working directory. Without a root it is the working directory."""
+    it, which is in the working directory. Without a root it is the working directory."""
     if not root:
         return Path.cwd()
     folder = Path(root)

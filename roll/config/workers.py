@@ -140,7 +140,7 @@ class FaultToleranceConfig(Section):
     ping_s: Seconds = 1.0
     """Seconds between two looks at a worker."""
     hang_s: Seconds = 60.0
-    """A worker that has not answered for so many seconds is killed and started again."""
+    """Seconds without an answer after which a worker is killed and restarted."""
     restarts: Whole = 5
     """Deaths within `window_s` that are mended, of one worker and of a role; a role of more workers may have one each."""
     window_s: Seconds = 600.0
@@ -149,6 +149,6 @@ class FaultToleranceConfig(Section):
     """Keep a process ready for each worker of actor and critic, with its libraries loaded (some hundred megabytes of
     memory), so that a trainer that dies is back soon."""
     backoff_s: Seconds = 0.5
-    """Seconds before a worker is started again; doubled each time."""
+    """Seconds before a worker is restarted; doubled each time."""
     watchdog_s: Seconds = 300.0
-    """When no sample has moved and no step has ended for so many seconds, the run says who waits on whom."""
+    """Seconds without a sample's transition or a finished step after which the run reports who waits for whom."""

@@ -21,7 +21,7 @@ Path = tuple[str | int, ...]
 
 MAX_BYTES = 1 << 20
 _MAX_VALUES = 50_000
-"""As they are written, and with aliases written out; so many take some seconds."""
+"""As they are written, and with aliases written out; that many take some seconds to read."""
 _CHARS_PER_VALUE = 32
 """So much of a long text counts as a value."""
 _MAX_DEPTH = 64

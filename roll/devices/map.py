@@ -227,8 +227,8 @@ def _auto_rank_devices(role: str, role_config: RoleConfig, devices: tuple[Device
 
 def _auto_devices(role: str, devices: tuple[Device, ...], executor: str) -> tuple[Device, ...]:
     """The part of all devices that `auto` gives to a role. On GPUs: the first GPU to a trainer, the last to the roles of
-    `LAST`, all to `actor_infer` (under `executor: local` the trainer's GPU). On cores: those of one node, or all to
-    `actor_infer`."""
+    `LAST_DEVICE_ROLES`, all to `actor_infer` (under `executor: local` the trainer's GPU). On cores: those of one node, or
+    all to `actor_infer`."""
     end = -1 if role in LAST_DEVICE_ROLES else 0
     if devices[0].kind == "gpu":
         return devices if role == "actor_infer" and executor == "ray" else (devices[end],)
@@ -236,8 +236,9 @@ def _auto_devices(role: str, devices: tuple[Device, ...], executor: str) -> tupl
 
 
 def _unpinned_workers(role: str, role_config: RoleConfig, strategy: str, inventory: Inventory) -> Workers:
-    """Workers that are not pinned to cores. A `single` worker is on the first node (or the last, see `LAST`); engines are
-    placed round robin over the nodes; so are ranks, with those of one node next to each other."""
+    """Workers that are not pinned to cores. A `single` worker is on the first node (or the last, see
+    `LAST_DEVICE_ROLES`); engines are placed round robin over the nodes; so are ranks, with those of one node next to each
+    other."""
     if strategy == "single":
         _check_one_worker(role, role_config)
     nodes = len(inventory.nodes)

@@ -88,7 +88,7 @@ def make_plan(config: Config, requirements: RunRequirements, inventory: Inventor
         residency=residency,
         memory=memory,
         roles=_roles(config, map),
-        sizes=(*requirements.sizes, ("tokens a micro-batch", _micro_batch(memory.budgets["actor_train[0]"]))),
+        sizes=(*requirements.sizes, ("tokens per micro-batch", _micro_batch(memory.budgets["actor_train[0]"]))),
         problem=_problem(config, map, residency, model, memory, inputs),
         writes=planned_writes(config, map, model, inputs),
     )

@@ -34,9 +34,9 @@ def rlvr_requirements(config: Config, tasks: TaskSet) -> RunRequirements:
         *([("left out", f"{len(tasks.left_out)} tasks, their prompts are too long")] if tasks.left_out else []),
         *((f"domain {name}", _share(name, config, tasks)) for name in config.domains),
         *((f"eval set {name}", _set(name, config, tasks)) for name in config.eval.sets),
-        ("samples a step", f"{rollout.groups_per_step} groups × {rollout.group_size} = {samples}"),
-        ("tokens a sample", f"prompt up to {max(prompts)}, response up to {config.longest_response}"),
-        ("updates a step", str(train.updates_per_step * train.epochs_per_step)),
+        ("samples per step", f"{rollout.groups_per_step} groups × {rollout.group_size} = {samples}"),
+        ("tokens per sample", f"prompt up to {max(prompts)}, response up to {config.longest_response}"),
+        ("updates per step", str(train.updates_per_step * train.epochs_per_step)),
         ("steps", f"{train.steps}, {train.steps * samples} samples in all"),
     )
     memory_inputs = MemoryInputs.of(config, min(prompts), max(prompts))
@@ -81,9 +81,9 @@ def sft_requirements(config: Config, corpus: SFTDataset, permutation: EpochPermu
     sizes = (
         ("samples", f"{len(train)} to train on, {0 if held_out is None else len(held_out)} held out"),
         ("left out", f"{len(corpus.skipped)} too long"),
-        ("tokens a sample", f"{train.tokens / len(train):.0f} in the mean, up to {corpus.longest_tokens}"),
+        ("tokens per sample", f"{train.tokens / len(train):.0f} in the mean, up to {corpus.longest_tokens}"),
         ("tokens trained on", f"{learned} of {train.tokens}"),
-        ("samples a step", str(permutation.samples_per_step)),
+        ("samples per step", str(permutation.samples_per_step)),
         ("steps", f"{permutation.steps}, {permutation.epochs:.3g} epochs, {permutation.total} samples in all"),
     )
     return RunRequirements(SFT_ROLES, MemoryInputs.of_chats(config, corpus.longest_tokens), sizes)

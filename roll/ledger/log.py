@@ -212,7 +212,7 @@ class Ledger:
             raise RunError(
                 f"{self.path} does not reach the checkpoint of step {step}: it was taken at byte {position}, and the "
                 f"ledger's {self._flushed} bytes have {'another' if found else 'no'} record ending there; "
-                f"`roll repair {self.path.parent}` mends it and says what was lost"
+                f"`roll repair {self.path.parent}` repairs it and reports what was lost"
             )
         changed = _changed_since(self.path, position)
         info = {"position": position, "step": step}
@@ -262,7 +262,7 @@ class Ledger:
         try:
             os.ftruncate(self._descriptor, size)
         except OSError as error:
-            self._broken = f"its end cannot be mended ({error.strerror}), resume the run"
+            self._broken = f"its end cannot be repaired ({error.strerror}), resume the run"
 
     @staticmethod
     def read(path: Path) -> Iterator[Transition]:
@@ -345,7 +345,7 @@ def _refuse_if_whole_follow(path: Path, file: IO[bytes], damage: int) -> None:
     number = sum(len(lines) for _, lines in record_blocks(path, 0, damage)) + 1
     raise RunError(
         f"{path} is corrupt: the record on line {number} is damaged, and whole ones follow it; "
-        f"`roll repair {path.parent}` mends it and says what was lost"
+        f"`roll repair {path.parent}` repairs it and reports what was lost"
     )
 
 

@@ -44,7 +44,7 @@ class CheckpointMark:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of the repaired ledger: lines of the old one, or `made` bytes that replace lost ones."""
+    """A part of the repaired ledger: lines of the old one, or `replacement` bytes that replace lost ones."""
 
     start: int
     end: int
@@ -88,7 +88,7 @@ class RepairedLog:
 
 
 def repair_log(path: Path, checkpoint: CheckpointMark) -> RepairedLog:
-    """The repair that makes the ledger at `path` consistent with the checkpoint position `place`."""
+    """The repair that makes the ledger at `path` consistent with the checkpoint position."""
     size = path.stat().st_size if path.exists() else 0
     if not size and not checkpoint.position:
         return RepairedLog((), (), (), 0)

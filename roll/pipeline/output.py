@@ -21,7 +21,7 @@ _READER_GONE = {errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO, errno.ESHUTDOW
 
 
 def print_line(text: str) -> None:
-    """Prints a line at once, or drops it if standard output cannot be written."""
+    """Prints a line immediately, or drops it if standard output cannot be written."""
     _attempt(sys.stdout, lambda: print(KNOWN.redact(text), flush=True), lambda error: None)
 
 

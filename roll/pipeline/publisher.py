@@ -57,8 +57,8 @@ class Publisher:
                 await self._send({engine}, self._version, required=True)
 
     async def _send(self, ranks: set[int], version: int, required: bool = False) -> None:
-        """Sends the weights to the engines of these ranks; skips those that die meanwhile, unless `must`. Raises if the
-        trainer dies, or if a group of workers that all answer fails `TRIES` times."""
+        """Sends the weights to the engines of these ranks; skips those that die meanwhile, unless `required`. Raises if
+        the trainer dies, or if a group of workers that all answer fails `ATTEMPTS` times."""
         roles, attempts_left = self._roles, ATTEMPTS
         while ranks := ranks & roles.alive if not required else ranks:
             await self._regroup(ranks)

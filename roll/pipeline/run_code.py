@@ -93,7 +93,7 @@ def code_to_resume(config: Config, given: Given, run: Path, code: str | None) ->
         raise UserError(
             f"the run in {format_path(run)} was trained with other code or data: write {option('code', 'run')} to "
             f"continue with the copy of the code that the run keeps, or {option('code', 'current')} to continue with "
-            f"what is there now, on record{_listed(differing)}"
+            f"the current files, which the history records{_listed(differing)}"
         )
     messages += [f"continuing with other code or data: {difference}" for difference in differing]
     for name in given:

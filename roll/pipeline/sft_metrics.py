@@ -16,7 +16,7 @@ from roll.scheduler.rollout_result import NOT_FINITE
 from roll.strategy.train.base import UpdateStats
 
 PANELS = (
-    Panel("loss (nats a token)", "train/loss", "training", {"eval/loss": "held out"}),
+    Panel("loss (nats per token)", "train/loss", "training", {"eval/loss": "held out"}),
     Panel("mean probability of a held-out token", dots={"eval/token_probability": ""}),
 )
 SAMPLING_METRICS = ("train/rollout_", "train/is_")

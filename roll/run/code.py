@@ -165,7 +165,7 @@ class Recording:
     @classmethod
     def of(cls, config: Config, given: Given, run: Path, previous: RunCode | None = None) -> Recording:
         """The code of a prepared config and of the objects given with it, as the files are now. An object that is not
-        given is the one that the run has `kept`."""
+        given is that of `previous`, the code that the run recorded before."""
         given = {name: value for name, value in given.items() if value is not None}
         root = Path(root_of(config)).resolve()
         names = [name for name in names_in(config) if not _is_replaced(name, given)]
@@ -273,7 +273,7 @@ class RunCode:
         return ", ".join(piece.label for piece in self.manifest.pieces)
 
     def with_objects(self, config: Config, given: Given | None = None) -> Config:
-        """The config with the objects that the run was given in Python, as the run keeps them; those given in `besides`
+        """The config with the objects that the run was given in Python, as the run keeps them; those in `given`
         need not be kept."""
         for piece in self.objects:
             name = OBJECT_OF_SETTING[piece.setting]
@@ -450,7 +450,8 @@ def _pieces(
 def _objects(
     config: Config, given: Given, files_by_setting: dict[str, Path]
 ) -> tuple[list[Piece], dict[str, bytes], list[str]]:
-    """The given objects, their pickles, and warnings about what could not be kept; adds their files to `served`."""
+    """The given objects, their pickles, and warnings about what could not be kept; adds their files to
+    `files_by_setting`."""
     import cloudpickle
 
     pieces: list[Piece] = []

@@ -160,8 +160,8 @@ class RunFolder:
     def discard(self, first_created: Path | None) -> None:
         """Deletes the files of a run that never began; the caller holds the lock. Nothing else is deleted.
 
-        Then deletes the folders from the run's own up to `made`, the topmost one that the run created, as long as they
-        are empty.
+        Then deletes the folders from the run's own up to `first_created`, the topmost one that the run created, as long
+        as they are empty.
         """
         for name in _RUN_FOLDERS:
             shutil.rmtree(self.path / name, ignore_errors=True)

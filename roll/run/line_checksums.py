@@ -87,7 +87,7 @@ def audit(run: Path, file: Path) -> Audit:
 
 
 def compare_with_checksums(name: str, lines: Sequence[bytes], torn: bytes, sums: Checksums, min_lines: int) -> Audit:
-    """Finds the lines that were written under that name; at least `least` lines must be present."""
+    """Finds the lines that were written under that name; at least `min_lines` lines must be present."""
     found = Audit(list(lines), torn, sums_damaged=sums.damaged)
     positions: dict[int, list[int]] = {}
     for position in reversed(range(len(sums.lines))):

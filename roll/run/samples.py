@@ -83,7 +83,7 @@ def _rows(folder: RunFolder, step: int, path: Path) -> list[dict[str, Any]]:
 
 
 def check_samples(folder: RunFolder, last: int, max_bytes: int = CHECKED_BYTES) -> None:
-    """Verifies the samples of steps up to `last`, newest first, until `most_bytes` are reached."""
+    """Verifies the samples of steps up to `last`, newest first, until `max_bytes` are reached."""
     size = 0
     for path in sorted(folder.samples_dir.glob("step-*.jsonl"), key=_step, reverse=True):
         if _step(path) <= last:

@@ -1,7 +1,7 @@
 """How long samples stay in each state, how many are in it now, and how many generated tokens were discarded.
 
 `StateClock` gets every transition and answers three questions: what happened in an interval (`take`, for metrics), what
-the current situation is (`table`, for a display), and which samples wait longest (`open`, for a watchdog).
+the current situation is (`table`, for a display), and which samples wait longest (`longest_waits`, for a watchdog).
 
 Invariants: a stay is counted once, in the interval in which it ends. Only unfinished samples are stored; finished stays
 are only counted, so memory does not grow with the run. Mean and maximum are exact; p99 comes from a histogram whose

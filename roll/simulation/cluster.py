@@ -124,7 +124,7 @@ class SimCluster:
                 engine.pause()
         try:
             if on_weight_update == "abort":
-                await self.pool.displace("new weights: it goes on from its prefix")
+                await self.pool.displace("new weights: it continues from its prefix")
             else:
                 await self.pool.pause()
             yield

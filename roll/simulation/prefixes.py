@@ -26,7 +26,7 @@ class Prefixes:
         self._total = 0
 
     def shrink(self, budget_tokens: int) -> None:
-        """Evicts until the rest fits into `room_tokens`."""
+        """Evicts until the rest fits into `budget_tokens`."""
         while self._total > budget_tokens:
             self._total -= self._tokens.popitem(last=False)[1]
 

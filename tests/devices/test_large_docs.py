@@ -42,7 +42,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 def test_it_fits(plan: Plan) -> None:
     check_memory(plan)
-    assert ("tokens a sample", "prompt up to 200, response up to 8192") in plan.sizes
+    assert ("tokens per sample", "prompt up to 200, response up to 8192") in plan.sizes
 
 
 def test_a_rank_holds_what_the_page_says(plan: Plan) -> None:

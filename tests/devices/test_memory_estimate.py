@@ -575,7 +575,7 @@ def automatic(gpu: float, **settings: Any) -> tuple[int, bool]:
     """Tokens of a micro-batch and whether activations are computed twice, on a GPU of so many GiB."""
     plan = planned(box(gpus=1, gpu=gpu), rollout=LONG, **settings)
     budget = plan.memory.budgets["actor_train[0]"]
-    assert dict(plan.sizes)["tokens a micro-batch"].startswith(f"up to {budget.rows}, a shared prefix once")
+    assert dict(plan.sizes)["tokens per micro-batch"].startswith(f"up to {budget.rows}, a shared prefix once")
     check_memory(plan)
     return budget.rows, budget.checkpointed
 
@@ -590,7 +590,7 @@ def test_an_automatic_micro_batch_is_what_fits() -> None:
     assert checkpointed
     assert few > sizes[0], "computing activations twice makes room for more"
     cpu = planned(box(), rollout=LONG)
-    assert dict(cpu.sizes)["tokens a micro-batch"] == "up to 4096, a shared prefix once"
+    assert dict(cpu.sizes)["tokens per micro-batch"] == "up to 4096, a shared prefix once"
 
 
 def test_checkpointing_keeps_the_layers_inputs() -> None:
