@@ -29,7 +29,6 @@ from roll.model.loading import context_of, load_tokenizer, stop_ids_of
 from roll.process.structured_gather import structured_gather
 from roll.rollout.buffer_checkpoint import read_part, write_part
 from roll.rollout.early_stop import make_early_end
-from roll.rollout.engine_assignments import EngineAssignments
 from roll.rollout.engine_client import EngineClient
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.messages import (
@@ -42,7 +41,7 @@ from roll.rollout.messages import (
     SampleResult,
     WorkerCommand,
 )
-from roll.rollout.runner import Backends, SampleRunner
+from roll.rollout.runner import Backends, EngineAssignments, SampleRunner
 from roll.rollout.transcript import Transcript, transcript_of
 from roll.run import RunFolder, Transition, write_samples
 from roll.workers.env import EnvWorker

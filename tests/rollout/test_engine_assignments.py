@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis_examples import examples
 from rollout_toys import go, turns
 
-from roll.rollout.engine_assignments import EngineAssignments
 from roll.rollout.messages import EngineAssignment
+from roll.rollout.runner import EngineAssignments
 
 
 def test_a_seat_that_was_given_before_is_there_and_stays() -> None:

@@ -49,11 +49,10 @@ from roll.model.chat import ChatRenderer
 from roll.model.tiny import character_tokenizer
 from roll.reward import ScoreFailure
 from roll.rollout.early_stop import EarlyEnd, RunningResponse
-from roll.rollout.engine_assignments import EngineAssignments
 from roll.rollout.engine_client import EngineClient
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.messages import EngineAssignment, SampleCommand
-from roll.rollout.runner import Backends, SampleRunner, training_sampling
+from roll.rollout.runner import Backends, EngineAssignments, SampleRunner, training_sampling
 from roll.workers.infer import PROGRESS_S
 
 PROMPT = TOKENIZER("<|user|>2+2<|end|><|assistant|>")["input_ids"]
