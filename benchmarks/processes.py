@@ -171,7 +171,7 @@ class Scheduled:
         kept = {group.index for group in rollout.kept}
         assert kept == {group.index for group in rollout.groups if self._workload.has_signal(group.index)}
         self._steps += 1
-        self._scheduler.trained(rollout, self._steps)
+        self._scheduler.mark_trained(rollout, self._steps)
         await self._pool.tokens.release(rollout.samples)
 
 
@@ -203,7 +203,7 @@ class Rounds:
         return Group(index, task, samples)
 
     async def _carry(self, group: Group) -> None:
-        await self._pool.run(str(group.index), group.samples, self._lifecycle, order=group.index)
+        await self._pool.run(str(group.index), group.samples, self._lifecycle, fifo_key=group.index)
 
 
 async def measured(crew: Crew, steps: int) -> Seconds:

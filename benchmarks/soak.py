@@ -186,10 +186,10 @@ class Soak:
 def open_objects(world: SimCluster) -> Counter[str]:
     pool, router = world.pool, world.router
     return Counter(
-        leases=len(pool._out),
+        leases=len(pool._in_flight),
         seats=sum(router.running(engine) for engine in range(len(world.engines))),
         wants=router.waiting,
-        homes=len(pool.tokens._homes),
+        homes=len(pool.tokens._locations),
         tokens=sum(len(rollouts.home) for rollouts in world.rollouts),
     )
 
@@ -217,7 +217,7 @@ def make_training(path: Path, staleness: int) -> Training:
 
     def make_world() -> SimCluster:
         return SimCluster(
-            WORK, workers=2, tries=config.max_attempts, scoring_most=16, way_s=0.002, report_s=60.0, poll_s=120.0
+            WORK, workers=2, tries=config.max_attempts, max_scoring=16, way_s=0.002, report_s=60.0, poll_s=120.0
         )
 
     return Training(path, tasks, config, make_order, make_world)

@@ -462,7 +462,7 @@ class Crew(Generic[W]):
         self.handles[rank].kill()
         for line in self._lines[rank]:
             line.kill()
-        for held in cast(Any, self.workers[rank])._held.values():
+        for held in cast(Any, self.workers[rank])._leases.values():
             if held.running is not None:
                 held.running.cancel()
 
@@ -521,7 +521,7 @@ class Party:
         """A sample as its worker has it, with its tokens."""
         home = self.pool.tokens.locate(sample)
         assert home is not None
-        return self.workers[home]._samples_here[sample.id]
+        return self.workers[home]._samples[sample.id]
 
     def kill_engine(self, rank: int) -> None:
         """Ends an engine at once. Who has requests there hears of it; the router when somebody tells it."""
@@ -542,41 +542,41 @@ class Party:
 
     def kill_worker(self, rank: int) -> None:
         """Ends a rollout worker at once; the pool is told, as a supervisor would."""
-        self.orphans |= {f"{id}.{sample.tries}" for id, sample in self.workers[rank]._samples_here.items()}
+        self.orphans |= {f"{id}.{sample.tries}" for id, sample in self.workers[rank]._samples.items()}
         self.crew.kill(rank)
-        self.pool.lost(rank, f"rollout worker died: rollout[{rank}]")
+        self.pool.worker_lost(rank, f"rollout worker died: rollout[{rank}]")
 
     async def revive_worker(self, rank: int) -> None:
         await asyncio.sleep(START_S)
         self.crew.revive(rank)
-        self.pool.joined(rank)
+        self.pool.worker_joined(rank)
 
     def assert_idle(self) -> None:
         """Nothing is with anyone."""
         assert not self.running
         assert self.pool._loads == [0] * len(self.workers)
         assert self.pool._leases == [0] * len(self.workers)
-        assert not self.pool._out
+        assert not self.pool._in_flight
         assert not self.pool._by_sample
-        assert not self.pool._seating
+        assert not self.pool._background_tasks
         assert self.pool._scoring == 0
         assert [self.router.running(engine) for engine in range(len(self.toys))] == [0] * len(self.toys)
         assert self.router.waiting == 0
         assert {episode for env in self.envs for episode in env.episodes} <= self.orphans
         for worker in self.workers:
-            assert all(held.running is None or held.running.done() for held in worker._held.values())
+            assert all(held.running is None or held.running.done() for held in worker._leases.values())
             assert not worker._tasks
-            assert worker._runner is None or not worker._runner._stops
+            assert worker._runner is None or not worker._runner._commands
 
     def assert_empty(self) -> None:
         """Nothing is kept of any sample."""
         self.assert_idle()
-        assert not self.pool.tokens._homes
+        assert not self.pool.tokens._locations
         for worker in self.workers:
-            assert not worker._held
-            assert not worker._samples_here
-            assert not worker._seats._given
-            assert not worker._seats._awaited
+            assert not worker._leases
+            assert not worker._samples
+            assert not worker._assignments._assigned
+            assert not worker._assignments._waiters
             assert worker._outbox.report == Report()
 
 
@@ -591,7 +591,7 @@ async def party(
     pace_s: float | None = None,
     run: Path | None = None,
     max_running: int = 0,
-    scoring_most: int = 0,
+    max_scoring: int = 0,
     max_turns: int = 16,
     **rollout: Any,
 ) -> Party:
@@ -615,7 +615,7 @@ async def party(
     crew = Crew(worker_count, lambda place: RolloutWorker(place, config, run), ready)
     router = Router(engine_count, deadline_s=600, max_running=max_running)
     tries = config.rollout.max_attempts
-    pool = RolloutPool(crew.cluster, router, tries=tries, scoring_most=scoring_most, deadline_s=600)
+    pool = RolloutPool(crew.cluster, router, tries=tries, max_scoring=max_scoring, deadline_s=600)
     moves: Any = Moves()
     whole = Party(pool, router, crew, cluster, toys, made, judges, playing, worlds, log, moves, Lifecycle(moves))
 
@@ -623,7 +623,7 @@ async def party(
         whole.troubles.append((engine, reason))
         router.mark_dead(engine)
 
-    pool.engine_trouble = lost
+    pool.on_engine_died = lost
     return whole
 
 
@@ -671,7 +671,7 @@ class ToyRunner:
 class _ToyRunnerOf:
     whole: ToyRunner
     moves: Lifecycle
-    _stops: dict[str, SampleCommand] = field(default_factory=dict)
+    _commands: dict[str, SampleCommand] = field(default_factory=dict)
 
     def stop(self, stop: SampleCommand) -> None:
         self.whole.ended.append(stop)

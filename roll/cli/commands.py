@@ -275,10 +275,10 @@ def repair(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what is damaged.")] = False,
 ) -> None:
     """Find and repair damage in a run's folder; what is taken out is moved aside, never deleted."""
-    from roll.rollout.buffer_checkpoint import under_way
+    from roll.rollout.buffer_checkpoint import unfinished_samples
     from roll.run.repair import repair as repair_run
 
-    repaired = repair_run(run, under_way, dry_run=dry_run)
+    repaired = repair_run(run, unfinished_samples, dry_run=dry_run)
     for finding in repaired.findings:
         _console.print(finding, markup=False, highlight=False, soft_wrap=True)
     if not repaired.findings:

@@ -50,8 +50,8 @@ class BatchedClient:
         self._channel: BatchedChannel[Packed, list[Packed]] = BatchedChannel(
             lambda calls: self._in_time(post(client, calls), "a crowd of calls", deadline_s),
             lambda: self._in_time(answers(client), "whether there are answers", POLL_S + deadline_s),
-            take=self._take,
-            fail=self._fail,
+            on_result=self._take,
+            on_error=self._fail,
             busy=lambda: bool(self._waiting),
         )
 
@@ -65,7 +65,7 @@ class BatchedClient:
             # waits: `Cluster` bounds every call
             return await answer
         except asyncio.CancelledError:
-            self._channel.take_back(call)
+            self._channel.remove(call)
             raise
         finally:
             del self._waiting[call[0]]

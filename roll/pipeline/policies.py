@@ -8,7 +8,7 @@ from __future__ import annotations
 from roll.config.schema import Config
 from roll.config.user_code import load_user_code
 from roll.data.sources import TaskSet
-from roll.rollout.early_stop import make_early_end
+from roll.rollout.early_stop import make_early_stop
 from roll.scheduler.filters import Filter, by_domain, make_filter
 from roll.scheduler.long_tail import make_task_sampler
 from roll.scheduler.policy import make_policy
@@ -19,7 +19,7 @@ def check_policies(config: Config, tasks: TaskSet) -> None:
     """Refuses unknown names of task samplers, filters, early stops and policies, and a custom loss that does not
     exist."""
     make_policies(config, tasks)
-    make_early_end(config.rollout.early_stop, config.root)
+    make_early_stop(config.rollout.early_stop, config.root)
     make_policy(config.rollout.policy, config.root)
     if ":" in config.algorithm.loss:
         load_user_code(config.algorithm.loss, what="algorithm.loss", root=config.root)

@@ -117,7 +117,7 @@ class Publisher:
             if engines is not None:
                 await asyncio.gather(engines.call_each(InferWorker.pause), return_exceptions=True)
             if self._config.rollout.on_weight_update == "abort":
-                await pool.displace("new weights: it continues from its prefix")
+                await pool.requeue_generating("new weights: it continues from its prefix")
             else:
                 await pool.pause()
             yield

@@ -69,7 +69,7 @@ class ResidencyManager:
         if level != "all":
             roles.router.close_engine(rank)
             if roles.pool.busy:
-                await roles.pool.displace("its engine's device is needed: it continues from its prefix", rank)
+                await roles.pool.requeue_generating("its engine's device is needed: it continues from its prefix", rank)
             await roles.router.drain(rank)
         await roles.engines.call_rank(rank, InferWorker.set_residency, level)
         if level == "all":

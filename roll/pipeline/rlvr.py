@@ -114,7 +114,7 @@ class RLVR:
             try:
                 stats, untrained = await self._train(rollout)
             except TokensLost as lost:  # a rollout worker died: its samples are generated again, and so is the step
-                self._scheduler.give_back(rollout, f"tokens lost: {str(lost).splitlines()[0]}")
+                self._scheduler.requeue_batch(rollout, f"tokens lost: {str(lost).splitlines()[0]}")
                 return
             await self._publish(state.step + 1)
         self._count_step(rollout, untrained)
@@ -202,7 +202,7 @@ class RLVR:
         await self._residency_manager.enter("publish")
         with self._recorder.span("publish"):
             await self._publisher.publish(version)
-        self._scheduler.published(version)
+        self._scheduler.after_publish(version)
 
     async def _save(self) -> None:
         self.state.scheduler, self.state.algorithm = self._scheduler.state(), self._algorithm.state()
@@ -217,7 +217,7 @@ class RLVR:
     def _count_step(self, rollout: RolloutBatch, untrained: dict[str, str]) -> None:
         self.state.step += 1
         self.state.idle_steps = 0 if rollout.batch is not None else self.state.idle_steps + 1
-        self._scheduler.trained(rollout, self.state.step, untrained)
+        self._scheduler.mark_trained(rollout, self.state.step, untrained)
 
     def _nothing_left_to_learn(self) -> bool:
         """Whether the run can stop early because no task has anything left to teach; raises if no sample ever got a

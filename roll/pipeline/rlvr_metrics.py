@@ -65,7 +65,7 @@ class RLVRMetrics:
         later. Deletes those of an earlier attempt at the step whose tokens were lost."""
         if self._config.run.save_samples:
             drop_samples_after(self._recorder.folder, step - 1)
-            self._written_states = rollout.fates()
+            self._written_states = rollout.final_states()
             await self._roles.pool.tokens.write(step, self._written_states)
 
     async def step(
@@ -81,7 +81,7 @@ class RLVRMetrics:
         state.seconds_generating += generating_s
         state.seconds_training += training_s
         state.generated_tokens += generated
-        state.trained_samples += sum(s.state == "trained" for s in rollout.trained)
+        state.trained_samples += sum(s.state == "trained" for s in rollout.trained_samples)
         values = rollout_metrics(rollout, samples, lengths)
         for domain in self._domains:
             values |= domain_metrics(domain, rollout, samples)
@@ -104,10 +104,10 @@ class RLVRMetrics:
         values |= staleness_metrics(rollout)
         if overlaps:
             recorder.age = {f"staleness_{what}": values.get(f"staleness/{what}") for what in ("mean", "max")}
-        values["rollout/grader_backpressure_s"] = roles.pool.take_full_s()
+        values["rollout/grader_backpressure_s"] = roles.pool.take_backpressure_s()
         recorder.log(state.step, values)
-        if self._config.run.save_samples and rollout.fates() != self._written_states:
-            await roles.pool.tokens.write(state.step, rollout.fates(), again=True)
+        if self._config.run.save_samples and rollout.final_states() != self._written_states:
+            await roles.pool.tokens.write(state.step, rollout.final_states(), overwrite=True)
         await roles.pool.tokens.release(rollout.samples)
         facts = [
             ("answer length", f"{values['response/tokens_mean']:.1f} tokens"),

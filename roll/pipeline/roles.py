@@ -187,12 +187,12 @@ class Roles(TrainRoles):
 
     @property
     def moves(self) -> int:
-        return self.pool.moves
+        return self.pool.transitions
 
     def waiting(self) -> list[str]:
         if not self.router.waiting:
             return []
-        accepting = ", ".join(map(str, sorted(self.router.inside))) or "none"
+        accepting = ", ".join(map(str, sorted(self.router.open_engines))) or "none"
         return [f"{self.router.waiting} groups wait for an engine; engines that take some: {accepting}"]
 
     async def take_grader_stats(self) -> GraderStats:
@@ -214,7 +214,7 @@ class Roles(TrainRoles):
 
     def engine_trouble(self, engine: int, reason: str) -> None:
         """An engine misbehaves: its requests are moved to other engines."""
-        self.pool.engine_trouble(engine, reason)
+        self.pool.on_engine_died(engine, reason)
 
     async def connect(self) -> None:
         """Gives the rollout and reward workers the current handles of the roles they call. A worker that is dead gets
@@ -453,7 +453,7 @@ async def _start(
         if residency.lowest("actor_infer", placement.rank) != "all":
             await router.drain(placement.rank)
     pool = RolloutPool(
-        rollouts, router, tries=rollout.max_attempts, scoring_most=config.reward.queue, deadline_s=executor.deadline_s
+        rollouts, router, tries=rollout.max_attempts, max_scoring=config.reward.queue, deadline_s=executor.deadline_s
     )
     environments = environments_task.result()
     roles = Roles(

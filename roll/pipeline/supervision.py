@@ -152,9 +152,9 @@ class Supervision(TrainSupervision):
             watch(roles.scorers.reward_model, self._warn_restart, self._reward_model_restarted)
         if roles.scorers.judge is not None:
             watch(roles.scorers.judge, self._warn_restart, self._judge_restarted, retired=self._retired("judge"))
-        roles.pool.engine_trouble = self._engine_trouble
+        roles.pool.on_engine_died = self._engine_trouble
         self.supervisor.spawn(self._report_loads(), endless=True)
-        roles.pool.worker_trouble = lambda worker, reason: self.supervisor.mark_unhealthy("rollout", worker, reason)
+        roles.pool.on_worker_died = lambda worker, reason: self.supervisor.mark_unhealthy("rollout", worker, reason)
 
     def start_local(self) -> None:
         """Watches sharded roles and the reward model. An engine may run in a process of its own too, but nothing restarts
@@ -163,7 +163,7 @@ class Supervision(TrainSupervision):
         scorer = self._roles.scorers.reward_model
         if scorer is not None and not scorer.in_process:
             self.supervisor.watch(scorer, self._warn_restart, self._reward_model_restarted)
-        self._roles.pool.engine_trouble = self._engine_ended
+        self._roles.pool.on_engine_died = self._engine_ended
 
     def _engine_ended(self, engine: int, reason: str) -> None:
         if engine not in self._roles.alive:
@@ -266,7 +266,7 @@ class Supervision(TrainSupervision):
 
     def _drop_rollout_worker(self, worker: int) -> None:
         """A rollout worker died: its samples are generated again on other workers."""
-        self._roles.pool.lost(worker, f"rollout worker died: rollout[{worker}]")
+        self._roles.pool.worker_lost(worker, f"rollout worker died: rollout[{worker}]")
         self.worker_lost(worker, f"rollout worker died: rollout[{worker}]")
         self.supervisor.spawn(self._drop_clients(f"rollout[{worker}]/"))
 
@@ -279,7 +279,7 @@ class Supervision(TrainSupervision):
     async def _rollout_restarted(self, worker: int) -> None:
         await self._roles.connect()
         self.restarts += 1
-        self._roles.pool.joined(worker)
+        self._roles.pool.worker_joined(worker)
 
 
 async def _keep_spare_after_first_step(recorder: Recorder, supervision: TrainSupervision, config: Config) -> None:

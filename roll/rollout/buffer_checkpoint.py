@@ -25,8 +25,8 @@ from roll.data.task import Response, Task
 from roll.data.tokenlog import TokenLog
 from roll.rollout.lifecycle import ENDS
 
-_ELSEWHERE = ("task", "log", "response", "entered_s")
-_FIELDS = tuple(field.name for field in fields(Sample) if field.name not in _ELSEWHERE)
+_STORED_SEPARATELY = ("task", "log", "response", "entered_s")
+_FIELDS = tuple(field.name for field in fields(Sample) if field.name not in _STORED_SEPARATELY)
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,16 @@ class UnfinishedGroup:
     samples: list[str]
 
 
-def saved(ready: Sequence[Group], others: Iterable[Group], part_of: Callable[[Sample], int | None]) -> dict[str, Any]:
+def buffer_state(
+    ready: Sequence[Group], others: Iterable[Group], part_of: Callable[[Sample], int | None]
+) -> dict[str, Any]:
     """In-flight groups as JSON: the `ready` ones, each with the part that will have its tokens, and as `open` all others,
     including ready groups whose tokens were lost."""
     parts = {group.index: part_of(group.scored[0]) for group in ready}
-    whole = [_state_of(group, part) for group in ready if (part := parts[group.index]) is not None]
+    complete = [_state_of(group, part) for group in ready if (part := parts[group.index]) is not None]
     lost = [group for group in ready if parts[group.index] is None]
     missing = sorted([*others, *lost], key=lambda group: group.index)
-    return {"ready": whole, "open": [_state_of(group, None) for group in missing]}
+    return {"ready": complete, "open": [_state_of(group, None) for group in missing]}
 
 
 def samples_by_part(state: dict[str, Any]) -> dict[int, list[str]]:
@@ -65,7 +67,7 @@ def groups_by_part(state: dict[str, Any], tasks: Mapping[str, Task]) -> dict[int
     return parts
 
 
-def unfinished(state: dict[str, Any], ready: Container[int]) -> list[UnfinishedGroup]:
+def unfinished_groups(state: dict[str, Any], ready: Container[int]) -> list[UnfinishedGroup]:
     """All groups of a state that are not in `ready`, in the order they were issued."""
     groups = sorted([*state["ready"], *state["open"]], key=lambda group: int(group["index"]))
     return [
@@ -75,7 +77,7 @@ def unfinished(state: dict[str, Any], ready: Container[int]) -> list[UnfinishedG
     ]
 
 
-def under_way(state: Mapping[str, Any]) -> dict[str, str]:
+def unfinished_samples(state: Mapping[str, Any]) -> dict[str, str]:
     """The samples of a state that have not ended, each with its task."""
     groups = [*state.get("ready", ()), *state.get("open", ())]
     return {s["id"]: group["task"] for group in groups for s in group["samples"] if s["state"] not in ENDS}
@@ -90,8 +92,8 @@ def write_part(folder: Path, part: int, samples: Sequence[Sample]) -> None:
     with atomic_open(lines) as file:  # written last: if it exists, the tokens do too
         for sample in samples:
             response = None if sample.response is None else asdict(sample.response)
-            said = {**_said_of(sample), "logged": len(sample.log), "response": response}
-            file.write(json.dumps(said).encode() + b"\n")
+            values = {**_fields_of(sample), "logged": len(sample.log), "response": response}
+            file.write(json.dumps(values).encode() + b"\n")
 
 
 def read_part(folder: Path, part: int, tasks: dict[int, Task]) -> Iterator[Sample]:
@@ -101,32 +103,32 @@ def read_part(folder: Path, part: int, tasks: dict[int, Task]) -> Iterator[Sampl
         return
     columns, start = safetensors.numpy.load(tokens.read_bytes()), 0
     for line in lines.read_bytes().splitlines():
-        said = json.loads(line)
-        span, response = slice(start, start + said.pop("logged")), said.pop("response")
+        values = json.loads(line)
+        span, response = slice(start, start + values.pop("logged")), values.pop("response")
         start = span.stop
-        if said["group"] in tasks:
-            sample = _sample_of(said, tasks[said["group"]])
+        if values["group"] in tasks:
+            sample = _sample_of(values, tasks[values["group"]])
             sample.log = TokenLog.from_columns(**{name: column[span] for name, column in columns.items()})
             sample.response = None if response is None else Response(**response)
             yield sample
 
 
 def _state_of(group: Group, part: int | None) -> dict[str, Any]:
-    said = {name: getattr(group, name) for name in ("index", "epoch", "priority", "version")}
-    return {**said, "task": group.task.id, "part": part, "samples": [_said_of(sample) for sample in group.samples]}
+    values = {name: getattr(group, name) for name in ("index", "epoch", "priority", "version")}
+    return {**values, "task": group.task.id, "part": part, "samples": [_fields_of(sample) for sample in group.samples]}
 
 
 def _group_of(state: dict[str, Any], task: Task) -> Group:
-    samples = [_sample_of(said, task) for said in state["samples"]]
+    samples = [_sample_of(values, task) for values in state["samples"]]
     return Group(state["index"], task, samples, state["epoch"], state["priority"], state["version"])
 
 
-def _said_of(sample: Sample) -> dict[str, Any]:
+def _fields_of(sample: Sample) -> dict[str, Any]:
     return {name: getattr(sample, name) for name in _FIELDS}
 
 
-def _sample_of(said: dict[str, Any], task: Task) -> Sample:
-    return Sample(task=task, **said, entered_s=time.time())  # the time between save and load does not count
+def _sample_of(values: dict[str, Any], task: Task) -> Sample:
+    return Sample(task=task, **values, entered_s=time.time())  # the time between save and load does not count
 
 
 def _files(folder: Path, part: int) -> tuple[Path, Path]:

@@ -32,28 +32,28 @@ class RunningResponse:
     """Response tokens of each finished sample of its group."""
 
 
-EarlyEnd = Callable[[RunningResponse], str | None]
+EarlyStop = Callable[[RunningResponse], str | None]
 
 
 @dataclass(frozen=True)
 class RepetitionStop:
-    """Ends a response that repeats itself: its last tokens are one span of at most `span_most` tokens, repeated at least
-    `times` times in a row and at least `least_tokens` tokens in total. By default a span of 1 token must repeat 64 times
+    """Ends a response that repeats itself: its last tokens are one span of at most `max_span` tokens, repeated at least
+    `times` times in a row and at least `min_tokens` tokens in total. By default a span of 1 token must repeat 64 times
     and a span of 16 or more tokens 4 times, so four newlines or a row of zeros do not end a response."""
 
-    span_most: int = 64
+    max_span: int = 64
     times: int = 4
-    least_tokens: int = 64
+    min_tokens: int = 64
 
     def __call__(self, running: RunningResponse) -> str | None:
         ids = running.ids
-        if len(ids) < max(self.least_tokens, self.times):
+        if len(ids) < max(self.min_tokens, self.times):
             return None
-        before = ids[-1 - self.span_most : -1][::-1]  # a span of n repeats only if token -1 is also token -1 - n
-        for span in (np.flatnonzero(before == ids[-1]) + 1).tolist():
-            times = max(self.times, math.ceil(self.least_tokens / span))
-            end = ids[-span * times :]
-            if len(end) == span * times and np.array_equal(end[span:], end[:-span]):
+        recent = ids[-1 - self.max_span : -1][::-1]  # a span of n repeats only if token -1 is also token -1 - n
+        for span in (np.flatnonzero(recent == ids[-1]) + 1).tolist():
+            times = max(self.times, math.ceil(self.min_tokens / span))
+            tail = ids[-span * times :]
+            if len(tail) == span * times and np.array_equal(tail[span:], tail[:-span]):
                 return f"repetition: {span} tokens {times} times in a row"
         return None
 
@@ -63,11 +63,11 @@ class LengthBudget:
     """Ends a response longer than `factor` times the mean of its finished siblings, if there are two or more."""
 
     factor: float = 4.0
-    least_tokens: int = 64
+    min_tokens: int = 64
 
     def __call__(self, running: RunningResponse) -> str | None:
         siblings = running.finished_siblings
-        if len(siblings) < 2 or len(running.ids) < self.least_tokens:
+        if len(siblings) < 2 or len(running.ids) < self.min_tokens:
             return None
         budget = self.factor * sum(siblings) / len(siblings)
         if len(running.ids) <= budget:
@@ -79,7 +79,7 @@ class LengthBudget:
 class AnyOf:
     """Ends a response for the reason of the first predicate that returns one."""
 
-    predicates: tuple[EarlyEnd, ...]
+    predicates: tuple[EarlyStop, ...]
 
     def __call__(self, running: RunningResponse) -> str | None:
         return next((reason for predicate in self.predicates if (reason := predicate(running)) is not None), None)
@@ -107,19 +107,19 @@ class UserStop:
         if isinstance(verdict, str) and verdict:
             return verdict
         raise RunError(
-            f"the early end {self.name!r} gave {verdict!r}: it gives the reason to end a response or None to let it go "
-            "on, or True to end it and False to let it go on"
+            f"the early end {self.name!r} gave {verdict!r}: it gives the reason to end a response or None to "
+            "continue it, or True to end it and False to continue it"
         )
 
 
-def make_early_end(names: Sequence[str], root: str | os.PathLike[str] | None = None) -> EarlyEnd | None:
+def make_early_stop(names: Sequence[str], root: str | os.PathLike[str] | None = None) -> EarlyStop | None:
     """One predicate that combines all named ones; None without names. Names are `repetition`, `repetition=6` (times),
     `length_budget`, `length_budget=2.5` (factor), or a user's function."""
     predicates = tuple(_make(name, root) for name in names)
     return AnyOf(predicates) if len(predicates) > 1 else next(iter(predicates), None)
 
 
-def _make(name: str, root: str | os.PathLike[str] | None) -> EarlyEnd:
+def _make(name: str, root: str | os.PathLike[str] | None) -> EarlyStop:
     kind, equals, value = name.partition("=")
     if kind == "repetition":
         return RepetitionStop(times=int(_number(name, value, 2, whole=True))) if equals else RepetitionStop()
@@ -129,13 +129,13 @@ def _make(name: str, root: str | os.PathLike[str] | None) -> EarlyEnd:
     return UserStop(name, load_user_code(name, what="rollout.early_stop", known=known, root=root))
 
 
-def _number(name: str, value: str, least: float, whole: bool = False) -> float:
+def _number(name: str, value: str, minimum: float, whole: bool = False) -> float:
     try:
         number = float(value)
     except ValueError:
         number = math.nan
-    if not least <= number < math.inf or (whole and number != int(number)):
+    if not minimum <= number < math.inf or (whole and number != int(number)):
         example = name.partition("=")[0] + "=4"
         kind = "a whole number" if whole else "a number"
-        raise UserError(f"rollout.early_stop: {name!r} needs {kind} of at least {least:g}: write {example!r}")
+        raise UserError(f"rollout.early_stop: {name!r} needs {kind} of at least {minimum:g}: write {example!r}")
     return number

@@ -76,10 +76,10 @@ class PartialResponse:
 class EngineDied(Exception):
     """The engine of a request died. `partial` has the tokens that it had streamed."""
 
-    def __init__(self, cause: RemoteError, drawn: PartialResponse) -> None:
+    def __init__(self, cause: RemoteError, partial: PartialResponse) -> None:
         super().__init__(str(cause))
         self.cause = cause
-        self.partial = drawn
+        self.partial = partial
 
 
 Watch = Callable[[PartialResponse], bool]
@@ -87,15 +87,15 @@ Watch = Callable[[PartialResponse], bool]
 
 
 @dataclass
-class _Waiting:
+class _PendingRequest:
     request: Request
-    answer: asyncio.Future[Completion]
+    result: asyncio.Future[Completion]
     engine: int
     watch: Watch | None = None
     partial: PartialResponse = field(default_factory=PartialResponse)
-    over: bool = False
+    is_over: bool = False
     """No more output of the engine counts for this request: it has completed, was rejected, or its engine died."""
-    ending: bool = False
+    is_ending: bool = False
 
 
 class EngineClient:
@@ -103,14 +103,14 @@ class EngineClient:
         """`client`: unique name under which the engines keep this client's outputs."""
         self._engines = engines
         self._client = client
-        self._waiting: dict[str, _Waiting] = {}
-        self._forsaken: list[Counter[str]] = [Counter() for _ in range(len(engines))]
+        self._pending: dict[str, _PendingRequest] = {}
+        self._to_discard: list[Counter[str]] = [Counter() for _ in range(len(engines))]
         """Per engine: completions of cancelled requests that are still to come and must be discarded. They arrive before
         the completion of a later request with the same id."""
-        self._count = [0] * len(engines)
+        self._in_flight = [0] * len(engines)
         """In-flight requests per engine."""
         self._channels = [self._channel(engine) for engine in range(len(engines))]
-        self._ending: dict[str, asyncio.Task[None]] = {}
+        self._aborting: dict[str, asyncio.Task[None]] = {}
         """By request id: the task that is aborting it on its engine."""
 
     def reconnect(self, engines: Cluster[InferWorker]) -> None:
@@ -120,63 +120,63 @@ class EngineClient:
     async def generate(self, request: Request, engine: int, watch: Watch | None = None) -> Completion:
         """Generates one response. Cancelling this coroutine, for example by a deadline, aborts the request on its engine
         too."""
-        if request.id in self._waiting:
+        if request.id in self._pending:
             raise ValueError(f"request {request.id!r} is being generated already")
-        if (ending := self._ending.get(request.id)) is not None:  # its abort would hit this request
-            await asyncio.wait([ending])  # waits: it is a call, which has a deadline
-        waiting = _Waiting(request, asyncio.get_running_loop().create_future(), engine, watch)
-        self._waiting[request.id] = waiting
-        self._count[engine] += 1
+        if (aborting := self._aborting.get(request.id)) is not None:  # its abort would hit this request
+            await asyncio.wait([aborting])  # waits: it is a call, which has a deadline
+        pending = _PendingRequest(request, asyncio.get_running_loop().create_future(), engine, watch)
+        self._pending[request.id] = pending
+        self._in_flight[engine] += 1
         try:
             self._channels[engine].post(request)
             # waits: the runner has a deadline for every response
-            return await waiting.answer
+            return await pending.result
         except asyncio.CancelledError:
-            if not self._channels[engine].take_back(request):
-                if not waiting.over:
-                    self._forsaken[engine][request.id] += 1
-                await asyncio.shield(self._ended(engine, [request.id]))  # also if it is cancelled again
+            if not self._channels[engine].remove(request):
+                if not pending.is_over:
+                    self._to_discard[engine][request.id] += 1
+                await asyncio.shield(self._start_abort(engine, [request.id]))  # also if it is cancelled again
             raise
         finally:
-            del self._waiting[request.id]
-            self._count[engine] -= 1
+            del self._pending[request.id]
+            self._in_flight[engine] -= 1
 
     def has(self, id: str) -> bool:
         """Whether a request is in flight."""
-        return id in self._waiting
+        return id in self._pending
 
     def end(self, ids: Sequence[str]) -> None:
         """Ends requests early: their completions have the tokens so far and finish `abort`. Unknown ids are ignored."""
         by_engine: dict[int, list[str]] = {}
         for id in ids:
-            waiting = self._waiting.get(id)
-            if waiting is None or waiting.ending or waiting.over:
+            pending = self._pending.get(id)
+            if pending is None or pending.is_ending or pending.is_over:
                 continue
-            waiting.ending = True
-            if self._channels[waiting.engine].take_back(waiting.request):
-                waiting.over = True
-                if not waiting.answer.done():
-                    waiting.answer.set_result(_nothing_sampled(id))
+            pending.is_ending = True
+            if self._channels[pending.engine].remove(pending.request):
+                pending.is_over = True
+                if not pending.result.done():
+                    pending.result.set_result(_nothing_sampled(id))
             else:
-                by_engine.setdefault(waiting.engine, []).append(id)
-        for engine, some in by_engine.items():
-            self._ended(engine, some)
+                by_engine.setdefault(pending.engine, []).append(id)
+        for engine, aborted in by_engine.items():
+            self._start_abort(engine, aborted)
 
-    def _ended(self, engine: int, ids: list[str]) -> asyncio.Task[None]:
+    def _start_abort(self, engine: int, ids: list[str]) -> asyncio.Task[None]:
         """Starts a task that aborts requests on their engine, and returns it."""
-        task = asyncio.create_task(self._end(engine, ids))
-        self._ending.update(dict.fromkeys(ids, task))
+        task = asyncio.create_task(self._abort_once_sent(engine, ids))
+        self._aborting.update(dict.fromkeys(ids, task))
 
-        def forget(_: object) -> None:
+        def remove(_: object) -> None:
             for id in ids:
-                if self._ending.get(id) is task:
-                    del self._ending[id]
+                if self._aborting.get(id) is task:
+                    del self._aborting[id]
 
-        task.add_done_callback(forget)
+        task.add_done_callback(remove)
         return task
 
-    async def _end(self, engine: int, ids: list[str]) -> None:
-        await self._channels[engine].arrived()
+    async def _abort_once_sent(self, engine: int, ids: list[str]) -> None:
+        await self._channels[engine].wait_sent()
         await self._abort(engine, ids)
 
     async def _abort(self, engine: int, ids: Sequence[str]) -> None:
@@ -187,63 +187,63 @@ class EngineClient:
 
     def _channel(self, engine: int) -> BatchedChannel[Request, OutputBatch]:
         async def send(requests: list[Request]) -> None:
-            self._refused(engine, await self._engines.call_rank(engine, InferWorker.submit, self._client, requests))
+            self._reject(engine, await self._engines.call_rank(engine, InferWorker.submit, self._client, requests))
 
-        async def ask() -> OutputBatch:
+        async def poll() -> OutputBatch:
             return await self._engines.call_rank(engine, InferWorker.results, self._client)
 
         return BatchedChannel(
             send,
-            ask,
-            take=lambda news: self._take(engine, news),
-            fail=lambda error: self._fail(engine, error),
+            poll,
+            on_result=lambda outputs: self._apply_outputs(engine, outputs),
+            on_error=lambda error: self._fail(engine, error),
             busy=lambda: self._busy(engine),
         )
 
     def _busy(self, engine: int) -> bool:
-        return self._count[engine] > 0
+        return self._in_flight[engine] > 0
 
-    def _take(self, engine: int, news: OutputBatch) -> None:
-        for progress in news.progress:
-            self._received(engine, progress)
-        for completion in news.completions:
-            if (answer := self._answer_to(engine, completion.id)) is not None:
-                answer.set_result(completion)
+    def _apply_outputs(self, engine: int, outputs: OutputBatch) -> None:
+        for progress in outputs.progress:
+            self._add_progress(engine, progress)
+        for completion in outputs.completions:
+            if (result := self._claim_result(engine, completion.id)) is not None:
+                result.set_result(completion)
 
-    def _received(self, engine: int, progress: Progress) -> None:
-        waiting = self._waiting.get(progress.id)
-        if waiting is None or waiting.engine != engine or self._forsaken[engine][progress.id]:
+    def _add_progress(self, engine: int, progress: Progress) -> None:
+        pending = self._pending.get(progress.id)
+        if pending is None or pending.engine != engine or self._to_discard[engine][progress.id]:
             return
-        if progress.start == waiting.partial.tokens:
-            waiting.partial.add(progress)
-            if waiting.watch is not None and not waiting.ending and waiting.watch(waiting.partial):
+        if progress.start == pending.partial.tokens:
+            pending.partial.add(progress)
+            if pending.watch is not None and not pending.is_ending and pending.watch(pending.partial):
                 self.end([progress.id])
 
-    def _refused(self, engine: int, refusals: Sequence[Rejection]) -> None:
-        for refusal in refusals:
-            if (answer := self._answer_to(engine, refusal.id)) is not None:
-                answer.set_exception(RequestRejected(refusal.reason))
+    def _reject(self, engine: int, rejections: Sequence[Rejection]) -> None:
+        for rejection in rejections:
+            if (result := self._claim_result(engine, rejection.id)) is not None:
+                result.set_exception(RequestRejected(rejection.reason))
 
-    def _answer_to(self, engine: int, id: str) -> asyncio.Future[Completion] | None:
+    def _claim_result(self, engine: int, id: str) -> asyncio.Future[Completion] | None:
         """The future that a completion or rejection resolves; None if its request was cancelled or is over."""
-        forsaken = self._forsaken[engine]
-        if forsaken[id]:
-            forsaken[id] -= 1
+        to_discard = self._to_discard[engine]
+        if to_discard[id]:
+            to_discard[id] -= 1
             return None
-        waiting = self._waiting.get(id)
-        if waiting is None or waiting.over:
+        pending = self._pending.get(id)
+        if pending is None or pending.is_over:
             return None
-        waiting.over = True
-        return None if waiting.answer.done() else waiting.answer
+        pending.is_over = True
+        return None if pending.result.done() else pending.result
 
     def _fail(self, engine: int, error: Exception) -> None:
-        self._forsaken[engine].clear()
-        for waiting in self._waiting.values():
-            if waiting.engine == engine and not waiting.over:
-                waiting.over = True
-                if not waiting.answer.done():
-                    lost = EngineDied(error, waiting.partial) if isinstance(error, RemoteError) else error
-                    waiting.answer.set_exception(lost)
+        self._to_discard[engine].clear()
+        for pending in self._pending.values():
+            if pending.engine == engine and not pending.is_over:
+                pending.is_over = True
+                if not pending.result.done():
+                    failure = EngineDied(error, pending.partial) if isinstance(error, RemoteError) else error
+                    pending.result.set_exception(failure)
 
 
 def _nothing_sampled(id: str) -> Completion:

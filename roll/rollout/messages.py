@@ -45,7 +45,7 @@ class SampleCommand:
     engine and resumes it from its prefix when it is assigned to an engine again; or `drop` it in any state."""
 
     sample: str
-    how: Literal["end", "requeue", "drop"]
+    action: Literal["end", "requeue", "drop"]
     reason: str
 
 
@@ -76,9 +76,9 @@ class SampleResult:
 class Report:
     """A rollout worker's report since the last one: transitions in order, sample results, and leases that are done."""
 
-    moves: list[Transition] = field(default_factory=list)
-    outcomes: list[SampleResult] = field(default_factory=list)
-    done: list[str] = field(default_factory=list)
+    transitions: list[Transition] = field(default_factory=list)
+    results: list[SampleResult] = field(default_factory=list)
+    done_leases: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

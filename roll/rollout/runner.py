@@ -32,7 +32,7 @@ from roll.env.base import STATE
 from roll.env.state_key import state_of
 from roll.model.chat import ChatRenderer, Conversation, Tools
 from roll.reward import ScoreFailure, Verdict
-from roll.rollout.early_stop import EarlyEnd, RunningResponse
+from roll.rollout.early_stop import EarlyStop, RunningResponse
 from roll.rollout.engine_client import EngineClient, EngineDied, PartialResponse, RequestRejected, Watch
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.messages import EngineAssignment, SampleCommand
@@ -45,20 +45,20 @@ _WAIT_S = (0.1, 5.0)
 """First and longest wait before the runner calls a worker again after a reward or environment worker died."""
 
 
-class _Over(Exception):
-    """This attempt at the sample failed. `again`: the sample may be tried again, which counts as a try; `lost`: its
-    environment worker died, and trying again does not count; `kill`: the sample's share of the blame for a crashed or
-    hung process, 1 if no other sample was in it."""
+class _AttemptFailed(Exception):
+    """This attempt at the sample failed. `retry`: the sample may be tried again, which counts as a try; `worker_died`:
+    the sample's environment worker died, and trying again does not count; `kill`: the sample's share of the blame for a
+    crashed or hung process, 1 if no other sample was in it."""
 
-    def __init__(self, reason: str, *, again: bool = False, lost: bool = False, kill: float = 0.0) -> None:
+    def __init__(self, reason: str, *, retry: bool = False, worker_died: bool = False, kill: float = 0.0) -> None:
         super().__init__(reason)
         self.reason = reason
-        self.again = again
-        self.lost = lost
+        self.retry = retry
+        self.worker_died = worker_died
         self.kill = kill
 
 
-class _Patience:
+class _Backoff:
     """Exponential back-off while dead workers are restarted, until `deadline_s` after the first wait."""
 
     def __init__(self, deadline_s: float) -> None:
@@ -92,29 +92,29 @@ class EngineAssignments:
     for the next."""
 
     def __init__(self) -> None:
-        self._given: dict[str, EngineAssignment] = {}
-        self._awaited: dict[str, asyncio.Future[None]] = {}
+        self._assigned: dict[str, EngineAssignment] = {}
+        self._waiters: dict[str, asyncio.Future[None]] = {}
         self._revoked: set[str] = set()
 
-    def give(self, seat: EngineAssignment) -> None:
-        self._revoked.discard(seat.sample)
-        self._given[seat.sample] = seat
-        awaited = self._awaited.get(seat.sample)
-        if awaited is not None and not awaited.done():
-            awaited.set_result(None)
+    def assign(self, assignment: EngineAssignment) -> None:
+        self._revoked.discard(assignment.sample)
+        self._assigned[assignment.sample] = assignment
+        waiter = self._waiters.get(assignment.sample)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def engine(self, sample: str) -> int | None:
         """The engine that a sample is assigned to, or None."""
-        seat = self._given.get(sample)
-        return None if seat is None else seat.engine
+        assignment = self._assigned.get(sample)
+        return None if assignment is None else assignment.engine
 
-    def mark_dead(self, sample: str) -> None:
-        self._given.pop(sample, None)
+    def remove(self, sample: str) -> None:
+        self._assigned.pop(sample, None)
         self._revoked.discard(sample)
 
     def revoke(self, sample: str) -> None:
         """Removes the assignment of a sample that is not generating; it must request a new one before its next turn."""
-        if self._given.pop(sample, None) is not None:
+        if self._assigned.pop(sample, None) is not None:
             self._revoked.add(sample)
 
     def needs_assignment(self, sample: str) -> bool:
@@ -124,18 +124,18 @@ class EngineAssignments:
         self._revoked.discard(sample)
         return True
 
-    async def of(self, sample: str, deadline_s: float) -> EngineAssignment:
+    async def wait_for(self, sample: str, deadline_s: float) -> EngineAssignment:
         """The sample's assignment. Waits for one for up to `deadline_s`, then raises `TimeoutError`."""
-        if (seat := self._given.get(sample)) is not None:  # the common case
-            return seat
+        if (assignment := self._assigned.get(sample)) is not None:  # the common case
+            return assignment
         async with asyncio.timeout(deadline_s):
-            while sample not in self._given:
-                self._awaited[sample] = asyncio.get_running_loop().create_future()
+            while sample not in self._assigned:
+                self._waiters[sample] = asyncio.get_running_loop().create_future()
                 try:
-                    await self._awaited[sample]
+                    await self._waiters[sample]
                 finally:
-                    del self._awaited[sample]
-        return self._given[sample]
+                    del self._waiters[sample]
+        return self._assigned[sample]
 
 
 class SampleRunner:
@@ -145,44 +145,46 @@ class SampleRunner:
     def __init__(
         self,
         engines: EngineClient,
-        helpers: Backends,
+        backends: Backends,
         renderer: ChatRenderer,
         lifecycle: Lifecycle,
-        seats: EngineAssignments,
+        assignments: EngineAssignments,
         config: Config,
         *,
         stop_ids: tuple[int, ...],
         context: int,
         worker: int = 0,
-        early_stop: EarlyEnd | None = None,
+        early_stop: EarlyStop | None = None,
     ) -> None:
         """`context`: the model's context length in tokens; `worker`: rank of the rollout worker, at which the round-robin
         over reward and environment workers starts."""
         self._engines = engines
-        self._helpers = helpers
+        self._backends = backends
         self._renderer = renderer
         self._lifecycle = lifecycle
-        self._seats = seats
+        self._assignments = assignments
         self._sampling = training_sampling(config.rollout, stop_ids)
-        self._domains = {domain: training_sampling(own, stop_ids) for domain, own in config.rollouts_by_domain.items()}
+        self._domains = {
+            domain: training_sampling(rollout, stop_ids) for domain, rollout in config.rollouts_by_domain.items()
+        }
         self._config = config
-        self._longest = min(config.env.max_tokens or context, context)
+        self._max_episode_tokens = min(config.env.max_tokens or context, context)
         """Longest conversation of an episode in tokens."""
         self._deadline_s = config.rollout.deadline_s
-        self._patience_s = config.ray.call_deadline_s
+        self._assignment_deadline_s = config.ray.call_deadline_s
         self._worker = worker
         self._early_stop = early_stop
-        self._turn = worker
-        self._stops: dict[str, SampleCommand] = {}
+        self._next_worker = worker
+        self._commands: dict[str, SampleCommand] = {}
 
-    def reconnect(self, helpers: Backends) -> None:
-        self._helpers = helpers
+    def reconnect(self, backends: Backends) -> None:
+        self._backends = backends
 
-    def stop(self, stop: SampleCommand) -> None:
+    def stop(self, command: SampleCommand) -> None:
         """Ends or requeues a response that is being generated; has no effect on other samples."""
-        if self._engines.has(stop.sample):
-            self._stops[stop.sample] = stop
-            self._engines.end([stop.sample])
+        if self._engines.has(command.sample):
+            self._commands[command.sample] = command
+            self._engines.end([command.sample])
 
     def is_generating(self, sample: Sample) -> bool:
         """Whether a request of the sample is in flight."""
@@ -191,25 +193,25 @@ class SampleRunner:
     async def run(self, sample: Sample, siblings: Sequence[Sample] = ()) -> None:
         """Drives a queued sample until it is scored or has failed; `siblings` are the samples of its group on this
         worker."""
-        patience = _Patience(self._deadline_s)
+        backoff = _Backoff(self._deadline_s)
         while True:
             try:
                 await self._attempt(sample, siblings)
                 return
-            except _Over as over:
-                sample.kills += over.kill
-                self._lifecycle.move(sample, "failed", over.reason)
-                if over.lost:
+            except _AttemptFailed as failure:
+                sample.kills += failure.kill
+                self._lifecycle.move(sample, "failed", failure.reason)
+                if failure.worker_died:
                     # waits: until its deadline
-                    if not await patience.wait():
+                    if not await backoff.wait():
                         return
-                elif over.again and sample.tries < self._config.rollout.max_attempts:
+                elif failure.retry and sample.tries < self._config.rollout.max_attempts:
                     sample.tries += 1
                 else:
                     return
             sample.log, sample.response, sample.turns, sample.ended = TokenLog(), None, 0, ""
             sample.turn_rewards, sample.turn_states = [], []
-            self._seats.mark_dead(sample.id)
+            self._assignments.remove(sample.id)
             self._lifecycle.move(sample, "queued", sample.reason, **{"try": sample.tries})
 
     async def _attempt(self, sample: Sample, siblings: Sequence[Sample]) -> None:
@@ -218,32 +220,32 @@ class SampleRunner:
             return
         conversation = self._open(sample, sample.task.messages)
         response = await self._respond(sample, conversation, siblings)
-        self._scoring(sample, response)
+        self._begin_scoring(sample, response)
         verdict = await self._verdict(sample, response)
         sample.reward, sample.parts, sample.answer = verdict.reward, verdict.parts, verdict.answer
-        self._scored(sample)
+        self._finish_scoring(sample)
 
     def _open(self, sample: Sample, messages: Sequence[Message], tools: Tools = ()) -> Conversation:
         try:
             return Conversation(self._renderer, messages, sample.log, tools=tools, window=self._config.env.window)
         except TemplateError as error:
-            raise _Over(f"the chat template refused the task: {error}") from None
+            raise _AttemptFailed(f"the chat template refused the task: {error}") from None
 
     async def _respond(self, sample: Sample, conversation: Conversation, siblings: Sequence[Sample]) -> Response:
         """Generates the next response and appends it to the conversation."""
         try:
-            drawn, finish = await self._generate(sample, siblings)
-        except RequestRejected as refused:
-            raise _Over(str(refused)) from None
+            partial, finish = await self._generate(sample, siblings)
+        except RequestRejected as rejection:
+            raise _AttemptFailed(str(rejection)) from None
         finally:
-            stop = self._stops.pop(sample.id, None)
+            command = self._commands.pop(sample.id, None)
         if finish != "ended":
             sample.ended = ""  # the response finished by itself before the early stop reached the engine
-        elif stop is not None:
-            sample.ended = stop.reason
-        text = conversation.respond(drawn.ids, drawn.logprobs, drawn.versions, drawn.routes)
+        elif command is not None:
+            sample.ended = command.reason
+        text = conversation.respond(partial.ids, partial.logprobs, partial.versions, partial.routes)
         sample.turns += 1
-        return Response(text, drawn.tokens, finish)
+        return Response(text, partial.tokens, finish)
 
     def sampling_of(self, sample: Sample) -> SamplingParams:
         """The sampling parameters of a sample: those of its domain, with the sample's temperature and seed."""
@@ -253,55 +255,59 @@ class SampleRunner:
     async def _generate(self, sample: Sample, siblings: Sequence[Sample]) -> tuple[PartialResponse, str]:
         """Generates a whole response, on several engines if needed; returns it and its finish reason. Time spent waiting
         for an engine does not count against `deadline_s`, because the trainer may hold the GPU."""
-        prompt, drawn, left_s = sample.log.context, PartialResponse(), self._deadline_s
+        prompt, partial, remaining_s = sample.log.context, PartialResponse(), self._deadline_s
         sampling = self.sampling_of(sample)
         if sample.task.environment is not None:  # without one, the engine rejects a prompt that leaves no tokens free
-            room = max(1, self._longest - len(prompt))
-            if room < sampling.max_new_tokens:
-                sampling = replace(sampling, max_new_tokens=room)
+            free_tokens = max(1, self._max_episode_tokens - len(prompt))
+            if free_tokens < sampling.max_new_tokens:
+                sampling = replace(sampling, max_new_tokens=free_tokens)
         while True:
-            if sample.state == "acting" and self._seats.needs_assignment(sample.id):
+            if sample.state == "acting" and self._assignments.needs_assignment(sample.id):
                 self._lifecycle.move(sample, "queued", "its engine was taken away meanwhile")
             try:
-                seat = await self._seats.of(sample.id, self._patience_s)
+                assignment = await self._assignments.wait_for(sample.id, self._assignment_deadline_s)
             except TimeoutError:
-                raise _Over(f"no engine had a place for it for {self._patience_s:g} s") from None
-            self._lifecycle.move(sample, "generating", engine=seat.engine, worker=self._worker, version=seat.version)
-            left = sampling
-            if drawn.tokens:
-                left = replace(sampling, max_new_tokens=sampling.max_new_tokens - drawn.tokens)
-            known = sample.log.routed_tokens + drawn.routed if sample.records else None
-            request = Request(sample.id, drawn.after(prompt), left, drawn.tokens, known)
+                raise _AttemptFailed(f"no engine had a place for it for {self._assignment_deadline_s:g} s") from None
+            self._lifecycle.move(
+                sample, "generating", engine=assignment.engine, worker=self._worker, version=assignment.version
+            )
+            remaining = sampling
+            if partial.tokens:
+                remaining = replace(sampling, max_new_tokens=sampling.max_new_tokens - partial.tokens)
+            recorded_routes = sample.log.routed_tokens + partial.routed if sample.records else None
+            request = Request(sample.id, partial.after(prompt), remaining, partial.tokens, recorded_routes)
             began_s = asyncio.get_running_loop().time()
             try:
-                async with asyncio.timeout(left_s):
-                    completion = await self._engines.generate(request, seat.engine, self._watch(sample, siblings, drawn))
+                async with asyncio.timeout(remaining_s):
+                    completion = await self._engines.generate(
+                        request, assignment.engine, self._watch(sample, siblings, partial)
+                    )
             except TimeoutError:
-                raise _Over(f"generation took more than {self._deadline_s:g} s") from None
-            except EngineDied as lost:
-                drawn.extend(lost.partial)
-                reason, said = f"engine died: {lost.cause.worker}", {"lost_engine": seat.engine}
+                raise _AttemptFailed(f"generation took more than {self._deadline_s:g} s") from None
+            except EngineDied as error:
+                partial.extend(error.partial)
+                reason, info = f"engine died: {error.cause.worker}", {"lost_engine": assignment.engine}
             else:
-                drawn.add(completion)
-                stop = self._stops.get(sample.id)
+                partial.add(completion)
+                command = self._commands.get(sample.id)
                 if completion.finish != "abort":
-                    return drawn, completion.finish
-                if stop is None or stop.how != "requeue":
-                    return drawn, "ended"
-                reason, said = self._stops.pop(sample.id).reason, {}
-            if drawn.tokens >= sampling.max_new_tokens:
-                return drawn, "length"
-            left_s -= asyncio.get_running_loop().time() - began_s
-            self._seats.mark_dead(sample.id)
-            self._lifecycle.move(sample, "queued", reason, tokens=drawn.tokens, **said)
+                    return partial, completion.finish
+                if command is None or command.action != "requeue":
+                    return partial, "ended"
+                reason, info = self._commands.pop(sample.id).reason, {}
+            if partial.tokens >= sampling.max_new_tokens:
+                return partial, "length"
+            remaining_s -= asyncio.get_running_loop().time() - began_s
+            self._assignments.remove(sample.id)
+            self._lifecycle.move(sample, "queued", reason, tokens=partial.tokens, **info)
 
     def _watch(self, sample: Sample, siblings: Sequence[Sample], before: PartialResponse) -> Watch | None:
         if self._early_stop is None:
             return None
         early_stop = self._early_stop
 
-        def watch(drawn: PartialResponse) -> bool:
-            ids = drawn.after(before.ids)
+        def watch(partial: PartialResponse) -> bool:
+            ids = partial.after(before.ids)
             finished = [s.response_tokens for s in siblings if s.finish is not None]
             reason = early_stop(RunningResponse(sample.task, ids, lambda: self._renderer.text(ids), finished))
             if reason:
@@ -310,7 +316,7 @@ class SampleRunner:
 
         return watch
 
-    def _scoring(self, sample: Sample, response: Response) -> None:
+    def _begin_scoring(self, sample: Sample, response: Response) -> None:
         sample.response = response
         sample.tokens, sample.response_tokens = len(sample.log), sample.log.response_tokens
         sample.finish = response.finish
@@ -326,104 +332,104 @@ class SampleRunner:
     async def _verdict(self, sample: Sample, response: Response) -> Verdict:
         votes = (True,) if sample.votes else ()
         try:
-            return await self._patiently(
-                lambda: self._helpers.rewards.call_rank(
-                    self._next(self._helpers.rewards), RewardWorker.score, sample.task, response, *votes
+            return await self._call_with_retry(
+                lambda: self._backends.rewards.call_rank(
+                    self._next_rank(self._backends.rewards), RewardWorker.score, sample.task, response, *votes
                 ),
                 "grader",
             )
         except ScoreFailure as failure:
-            raise _Over(f"reward {failure}", kill=float(failure.kind in ("deadline", "crashed"))) from None
+            raise _AttemptFailed(f"reward {failure}", kill=float(failure.kind in ("deadline", "crashed"))) from None
 
     async def _episode(self, sample: Sample, siblings: Sequence[Sample]) -> None:
         """Runs a conversation with an environment until it is done or reaches `env.max_turns` or the token limit."""
-        environments, spec = self._helpers.environments, sample.task.environment
+        environments, spec = self._backends.environments, sample.task.environment
         assert environments is not None, "the roles of a run with environments have workers for them"
         assert spec is not None
-        rank, episode, over = self._next(environments), f"{sample.id}.{sample.tries}", False
+        rank, episode, done = self._next_rank(environments), f"{sample.id}.{sample.tries}", False
         # The last try runs in a process of its own, so that a crash is the sample's own fault.
         alone = (True,) if 1 < sample.tries == self._config.rollout.max_attempts else ()
         try:
             self._lifecycle.move(sample, "acting", turn=0)
-            opened = await self._acting(environments.call_rank(rank, EnvWorker.reset, episode, spec, *alone))
-            conversation = self._open(sample, [*sample.task.messages, *opened.messages], opened.tools)
-            seen: ResetResult | Step = opened
+            reset = await self._call_environment(environments.call_rank(rank, EnvWorker.reset, episode, spec, *alone))
+            conversation = self._open(sample, [*sample.task.messages, *reset.messages], reset.tools)
+            observed: ResetResult | Step = reset
             sample.reward = 0.0
             while True:
                 response = await self._respond(sample, conversation, siblings)
                 self._lifecycle.move(sample, "acting", turn=sample.turns)
-                step = await self._acting(environments.call_rank(rank, EnvWorker.step, episode, response.text))
-                over = step.done
-                sample.reward = self._earned(sample.reward + step.reward, spec.name)
+                step = await self._call_environment(environments.call_rank(rank, EnvWorker.step, episode, response.text))
+                done = step.done
+                sample.reward = self._checked_reward(sample.reward + step.reward, spec.name)
                 sample.turn_rewards.append(step.reward)
-                sample.turn_states.append(state_of(seen))
-                if over or sample.turns >= self._config.env.max_turns:
+                sample.turn_states.append(state_of(observed))
+                if done or sample.turns >= self._config.env.max_turns:
                     self._finish_episode(sample, response, step)
                     return
                 if not self._observe(conversation, step):
-                    sample.ended = f"the conversation has reached {self._longest} tokens"
+                    sample.ended = f"the conversation has reached {self._max_episode_tokens} tokens"
                     self._finish_episode(sample, response, step)
                     return
-                seen = step
+                observed = step
         finally:
-            if not over:  # the environment worker closes an episode that is done
+            if not done:  # the environment worker closes an episode that is done
                 await self._close(environments, rank, episode)
 
     def _observe(self, conversation: Conversation, step: Step) -> bool:
         """Appends the observation. Returns False if it leaves no tokens for a response."""
         try:
-            return conversation.observe(step.messages, self._longest)
+            return conversation.observe(step.messages, self._max_episode_tokens)
         except TemplateError as error:
-            raise _Over(f"the chat template cannot follow the conversation: {error}") from None
+            raise _AttemptFailed(f"the chat template cannot follow the conversation: {error}") from None
 
-    def _earned(self, reward: float, environment: str) -> float:
+    def _checked_reward(self, reward: float, environment: str) -> float:
         """Checks the sum of an episode's rewards; fails the sample if it is outside the allowed range."""
         try:
             return check_reward(reward, f"the rewards of environment {environment!r} sum to")
         except ValueError as error:
-            raise _Over(f"environment invalid: {error}") from None
+            raise _AttemptFailed(f"environment invalid: {error}") from None
 
     def _finish_episode(self, sample: Sample, response: Response, last: Step) -> None:
-        self._scoring(sample, response)
-        facts = {name: value for name, value in last.info.items() if name != STATE and not isinstance(value, str)}
-        sample.parts = {**facts, "turns": float(sample.turns)}
-        self._scored(sample)
+        self._begin_scoring(sample, response)
+        metrics = {name: value for name, value in last.info.items() if name != STATE and not isinstance(value, str)}
+        sample.parts = {**metrics, "turns": float(sample.turns)}
+        self._finish_scoring(sample)
 
-    def _scored(self, sample: Sample) -> None:
+    def _finish_scoring(self, sample: Sample) -> None:
         """Moves the sample to `scored`. The ledger has a greedy sample's reward as `baseline`, so that sums over `reward`
         contain training samples only."""
         info: dict[str, Any] = {"baseline" if sample.greedy else "reward": sample.reward}
         self._lifecycle.move(sample, "scored", **info)
 
-    async def _acting(self, call: Awaitable[R]) -> R:
+    async def _call_environment(self, call: Awaitable[R]) -> R:
         try:
             # waits: calls on a role have deadlines
             return await call
         except EnvFailure as failure:
-            culprit = failure.kind in ("deadline", "crashed")
-            again, kill = culprit or failure.kind == "lost", culprit / failure.candidates
-            raise _Over(f"environment {failure}", again=again, kill=kill) from None
+            at_fault = failure.kind in ("deadline", "crashed")
+            retry, kill = at_fault or failure.kind == "lost", at_fault / failure.candidates
+            raise _AttemptFailed(f"environment {failure}", retry=retry, kill=kill) from None
         except RemoteError as error:  # the episode died with its worker
-            raise _Over(f"environment worker died: {error.worker}", lost=True) from None
+            raise _AttemptFailed(f"environment worker died: {error.worker}", worker_died=True) from None
 
     async def _close(self, environments: Cluster[EnvWorker], rank: int, episode: str) -> None:
         with suppress(RemoteError):  # a dead worker has no episodes to close
             await environments.call_rank(rank, EnvWorker.close_episodes, [episode])
 
-    async def _patiently(self, call: Callable[[], Awaitable[R]], who: str) -> R:
+    async def _call_with_retry(self, call: Callable[[], Awaitable[R]], who: str) -> R:
         """Repeats a call on the next worker while workers die, for up to `rollout.deadline_s`."""
-        patience = _Patience(self._deadline_s)
+        backoff = _Backoff(self._deadline_s)
         while True:
             try:
                 return await call()
             except RemoteError as error:
                 # waits: until its deadline
-                if not await patience.wait():
-                    raise _Over(f"{who} died: {error.worker}") from None
+                if not await backoff.wait():
+                    raise _AttemptFailed(f"{who} died: {error.worker}") from None
 
-    def _next(self, cluster: Cluster[Any]) -> int:
-        self._turn += 1
-        return (self._turn - 1) % len(cluster)
+    def _next_rank(self, cluster: Cluster[Any]) -> int:
+        self._next_worker += 1
+        return (self._next_worker - 1) % len(cluster)
 
 
 def training_sampling(config: RolloutConfig, stop_ids: tuple[int, ...]) -> SamplingParams:

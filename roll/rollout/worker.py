@@ -28,7 +28,7 @@ from roll.model.find import find_model
 from roll.model.loading import context_of, load_tokenizer, stop_ids_of
 from roll.process.structured_gather import structured_gather
 from roll.rollout.buffer_checkpoint import read_part, write_part
-from roll.rollout.early_stop import make_early_end
+from roll.rollout.early_stop import make_early_stop
 from roll.rollout.engine_client import EngineClient
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.messages import (
@@ -50,14 +50,14 @@ from roll.workers.reward import RewardWorker
 
 POLL_S = 5.0
 """How long `report` waits before it returns an empty report."""
-DISPLACE_S = 60.0
-"""How long `displace` waits for the engines to abort requests."""
+REQUEUE_S = 60.0
+"""How long `requeue_generating` waits for the engines to abort requests."""
 GATHER_S = 0.25
 """How long `report` collects more transitions after the first one; a finished lease is reported at once."""
 
 
 @dataclass
-class _Held:
+class _HeldLease:
     """A lease: its key, its samples and the task that runs them. Leases loaded from a checkpoint have no task."""
 
     key: str
@@ -76,16 +76,16 @@ class _Outbox:
     urgent: asyncio.Event = field(default_factory=asyncio.Event)
 
     def append(self, transition: Transition) -> None:
-        self.report.moves.append(transition)
+        self.report.transitions.append(transition)
         self.has_report.set()
         if transition.state == "queued":  # the sample waits until the controller assigns an engine
             self.urgent.set()
 
     def discard(self, samples: set[str], keys: set[str]) -> None:
         report = self.report
-        report.moves = [move for move in report.moves if move.sample not in samples]
-        report.outcomes = [outcome for outcome in report.outcomes if outcome.sample not in samples]
-        report.done = [key for key in report.done if key not in keys]
+        report.transitions = [transition for transition in report.transitions if transition.sample not in samples]
+        report.results = [result for result in report.results if result.sample not in samples]
+        report.done_leases = [key for key in report.done_leases if key not in keys]
 
     def take(self) -> Report:
         report, self.report = self.report, Report()
@@ -107,14 +107,14 @@ class RolloutWorker(Worker):
         self._context = config.roles.actor_infer.context_within(context_of(source))
         self._outbox = _Outbox()
         self._lifecycle = Lifecycle(self._outbox)
-        self._seats = EngineAssignments()
+        self._assignments = EngineAssignments()
         self._engine_client: EngineClient | None = None
         self._runner: SampleRunner | None = None
-        self._held: dict[str, _Held] = {}
-        self._samples_here: dict[str, Sample] = {}
+        self._leases: dict[str, _HeldLease] = {}
+        self._samples: dict[str, Sample] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """The task of each running sample."""
-        self._run = None if run is None else RunFolder(run)
+        self._run_folder = None if run is None else RunFolder(run)
         self._part = None if place.world_size == 1 else place.rank
         self._error: Exception | None = None
 
@@ -126,156 +126,160 @@ class RolloutWorker(Worker):
         environments: Cluster[EnvWorker] | None = None,
     ) -> None:
         """Sets the engines, Reward Workers and Environment Workers to use; called again after one was restarted."""
-        helpers = Backends(rewards, environments)
+        backends = Backends(rewards, environments)
         if self._engine_client is not None and self._runner is not None:
             self._engine_client.reconnect(engines)
-            self._runner.reconnect(helpers)
+            self._runner.reconnect(backends)
             return
         # The random suffix keeps outputs for an earlier process of this worker apart.
         self._engine_client = EngineClient(engines, client=f"{self.placement.name}/{secrets.token_hex(4)}")
         self._runner = self.RUNNER(
             self._engine_client,
-            helpers,
+            backends,
             self._renderer,
             self._lifecycle,
-            self._seats,
+            self._assignments,
             self._config,
             stop_ids=self._stop_ids,
             context=self._context,
             worker=self.placement.rank,
-            early_stop=make_early_end(self._config.rollout.early_stop, self._config.root),
+            early_stop=make_early_stop(self._config.rollout.early_stop, self._config.root),
         )
 
     @dispatch(Dispatch.ONE)
-    def take(self, orders: Sequence[WorkerCommand]) -> None:
+    def execute(self, commands: Sequence[WorkerCommand]) -> None:
         """Executes commands in order: leases to run, engine assignments for waiting samples, and sample commands."""
-        for order in orders:
-            if isinstance(order, Lease):
-                self._begin(order)
-            elif order.sample in self._samples_here:
-                if isinstance(order, EngineAssignment):
-                    self._seats.give(order)
-                elif isinstance(order, SampleCommand):
-                    self._stop(order)
+        for command in commands:
+            if isinstance(command, Lease):
+                self._start_lease(command)
+            elif command.sample in self._samples:
+                if isinstance(command, EngineAssignment):
+                    self._assignments.assign(command)
+                elif isinstance(command, SampleCommand):
+                    self._execute_sample_command(command)
 
-    def _begin(self, lease: Lease) -> None:
-        task, group, now = lease.task, lease.group, time.time()
+    def _start_lease(self, message: Lease) -> None:
+        task, group, now = message.task, message.group, time.time()
         samples = [
             Sample(
                 id,
                 task,
                 group,
-                lease.temperature,
+                message.temperature,
                 state="queued",
-                records=lease.records,
-                tries=lease.tries,
-                votes=lease.votes,
+                records=message.records,
+                tries=message.tries,
+                votes=message.votes,
                 entered_s=now,
             )
-            for id in lease.samples
+            for id in message.samples
         ]
         for sample in samples:
-            if sample.id == lease.greedy:
+            if sample.id == message.greedy:
                 sample.greedy, sample.records, sample.temperature = True, False, 0.0
-        held = self._held[lease.key] = _Held(lease.key, samples)
+        lease = self._leases[message.key] = _HeldLease(message.key, samples)
         for sample in samples:
-            self._samples_here[sample.id] = sample
-            self._seats.give(EngineAssignment(sample.id, lease.engine, lease.version))
-        held.running = asyncio.create_task(self._carry(held))
+            self._samples[sample.id] = sample
+            self._assignments.assign(EngineAssignment(sample.id, message.engine, message.version))
+        lease.running = asyncio.create_task(self._run_lease(lease))
 
-    def _stop(self, stop: SampleCommand) -> None:
+    def _execute_sample_command(self, command: SampleCommand) -> None:
         runner = self._runner
         assert runner is not None, "a rollout worker is connected before it is told anything"
-        if stop.how != "drop":
-            runner.stop(stop)
-        elif (task := self._tasks.get(stop.sample)) is not None:
-            held = next(held for held in self._held.values() if self._samples_here[stop.sample] in held.samples)
-            if stop.sample not in held.dropped:
-                held.dropped[stop.sample] = stop.reason
+        if command.action != "drop":
+            runner.stop(command)
+        elif (task := self._tasks.get(command.sample)) is not None:
+            lease = next(lease for lease in self._leases.values() if self._samples[command.sample] in lease.samples)
+            if command.sample not in lease.dropped:
+                lease.dropped[command.sample] = command.reason
                 task.cancel()
 
     @dispatch(Dispatch.ALL)
     def pause(self) -> None:
         """Moves generating samples to `paused` while the engines receive new weights, until `resume`."""
-        for sample in self._samples_here.values():
+        for sample in self._samples.values():
             if sample.state == "generating":
                 self._lifecycle.move(sample, "paused")
 
     @dispatch(Dispatch.ALL)
     def resume(self) -> None:
-        for sample in self._samples_here.values():
+        for sample in self._samples.values():
             if sample.state == "paused":
                 self._lifecycle.move(sample, "generating")
 
     @dispatch(Dispatch.ALL)
-    async def displace(self, reason: str, engine: int | None = None) -> None:
+    async def requeue_generating(self, reason: str, engine: int | None = None) -> None:
         """Requeues the samples that are generating on one engine, or on all engines; they keep their tokens and wait for
-        new assignments. Returns once the engines have aborted them, or after `DISPLACE_S`."""
+        new assignments. Returns once the engines have aborted them, or after `REQUEUE_S`."""
         assert self._runner is not None
-        moved: list[Sample] = []
-        for sample in list(self._samples_here.values()):
-            if engine not in (None, self._seats.engine(sample.id)):
+        requeued: list[Sample] = []
+        for sample in list(self._samples.values()):
+            if engine not in (None, self._assignments.engine(sample.id)):
                 continue
             if sample.state in ("generating", "paused"):
-                moved.append(sample)
+                requeued.append(sample)
                 self._runner.stop(SampleCommand(sample.id, "requeue", reason))
             elif sample.state == "acting":
-                self._seats.revoke(sample.id)
+                self._assignments.revoke(sample.id)
         with suppress(TimeoutError):
-            async with asyncio.timeout(DISPLACE_S):
-                while any(self._runner.is_generating(sample) for sample in moved):  # noqa: ASYNC110
+            async with asyncio.timeout(REQUEUE_S):
+                while any(self._runner.is_generating(sample) for sample in requeued):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
 
     @dispatch(Dispatch.ONE)
     async def report(self) -> Report:
         """Everything since the last call. Long-polls: waits up to `POLL_S` for the first entry."""
-        box = self._outbox
+        outbox = self._outbox
         with suppress(TimeoutError):
-            await asyncio.wait_for(box.has_report.wait(), POLL_S)
-            await asyncio.wait_for(box.urgent.wait(), GATHER_S)
-        report = box.take()
+            await asyncio.wait_for(outbox.has_report.wait(), POLL_S)
+            await asyncio.wait_for(outbox.urgent.wait(), GATHER_S)
+        report = outbox.take()
         if self._error is not None:
             error, self._error = self._error, None
-            for held in self._held.values():  # the error fails all leases of this worker on the controller
-                if held.running is not None:
-                    held.running.cancel()
+            for lease in self._leases.values():  # the error fails all leases of this worker on the controller
+                if lease.running is not None:
+                    lease.running.cancel()
             raise error
         return report
 
     @dispatch(Dispatch.ALL)
     async def cancel(self, keys: Sequence[str]) -> None:
         """Cancels leases and forgets their samples; unknown keys are ignored."""
-        for held in [self._held[key] for key in keys if key in self._held]:
-            if held.running is not None:
-                held.running.cancel()
+        for lease in [self._leases[key] for key in keys if key in self._leases]:
+            if lease.running is not None:
+                lease.running.cancel()
                 # waits: it was cancelled
-                await asyncio.gather(held.running, return_exceptions=True)
+                await asyncio.gather(lease.running, return_exceptions=True)
         self.release(keys)
 
     @dispatch(Dispatch.ONE)
     def columns(self, blocks: Sequence[Sequence[str]], mask_below: int = 0) -> list[ColumnBlock]:
         """The token columns of samples, one block per list; tokens of versions before `mask_below` are masked out of the
         loss."""
-        return [token_block([self._samples_here[sample] for sample in samples], mask_below) for samples in blocks]
+        return [token_block([self._samples[sample] for sample in samples], mask_below) for samples in blocks]
 
     @dispatch(Dispatch.ONE)
     def texts(self, samples: Sequence[str]) -> list[str]:
         """The text of the samples' last responses."""
-        responses = [self._samples_here[sample].response for sample in samples]
+        responses = [self._samples[sample].response for sample in samples]
         return [response.text if response is not None else "" for response in responses]
 
     @dispatch(Dispatch.ONE)
     def transcripts(self, samples: Sequence[str]) -> list[Transcript]:
         """The transcripts of these samples."""
         decode = self._renderer.tokenizer.decode
-        return [transcript_of(self._samples_here[sample], lambda ids: str(decode(ids.tolist()))) for sample in samples]
+        return [transcript_of(self._samples[sample], lambda ids: str(decode(ids.tolist()))) for sample in samples]
 
     @dispatch(Dispatch.ONE)
-    def write(self, step: int, fates: Sequence[FinalState]) -> None:
+    def write(self, step: int, final_states: Sequence[FinalState]) -> None:
         """Writes this worker's samples of a step into the run's folder, as one part if there are several workers."""
-        assert self._run is not None, "a worker without a run's folder has nowhere to write samples"
-        here = (fate for fate in fates if fate.sample in self._samples_here)  # samples of an earlier process are lost
-        write_samples(self._run, step, (_row(self._samples_here[fate.sample], fate) for fate in here), part=self._part)
+        assert self._run_folder is not None, "a worker without a run's folder has nowhere to write samples"
+        here = (
+            final for final in final_states if final.sample in self._samples
+        )  # samples of an earlier process are lost
+        write_samples(
+            self._run_folder, step, (_row(self._samples[final.sample], final) for final in here), part=self._part
+        )
 
     @dispatch(Dispatch.ONE)
     def save(self, folder: Path, samples: Sequence[str]) -> None:
@@ -283,7 +287,7 @@ class RolloutWorker(Worker):
         write_part(
             folder,
             self.placement.rank,
-            [self._samples_here[sample] for sample in samples if sample in self._samples_here],
+            [self._samples[sample] for sample in samples if sample in self._samples],
         )
 
     @dispatch(Dispatch.ONE)
@@ -292,55 +296,55 @@ class RolloutWorker(Worker):
         found: dict[int, list[Sample]] = {group.group: [] for group in groups}
         for sample in read_part(folder, part, {group.group: group.task for group in groups}):
             found[sample.group].append(sample)
-        whole = [group for group in groups if {*group.scored} <= {sample.id for sample in found[group.group]}]
-        for group in whole:
-            self._held[group.lease] = _Held(group.lease, found[group.group])
-            self._samples_here.update((sample.id, sample) for sample in found[group.group])
-        return [group.lease for group in whole]
+        complete = [group for group in groups if {*group.scored} <= {sample.id for sample in found[group.group]}]
+        for group in complete:
+            self._leases[group.lease] = _HeldLease(group.lease, found[group.group])
+            self._samples.update((sample.id, sample) for sample in found[group.group])
+        return [group.lease for group in complete]
 
     @dispatch(Dispatch.ONE)
     def release(self, keys: Sequence[str]) -> None:
-        gone = {key: held for key in keys if (held := self._held.pop(key, None)) is not None}
-        samples = {sample.id for held in gone.values() for sample in held.samples}
+        released = {key: lease for key in keys if (lease := self._leases.pop(key, None)) is not None}
+        samples = {sample.id for lease in released.values() for sample in lease.samples}
         for sample in samples:
-            self._samples_here.pop(sample, None)
-            self._seats.mark_dead(sample)
-        self._outbox.discard(samples, set(gone))
+            self._samples.pop(sample, None)
+            self._assignments.remove(sample)
+        self._outbox.discard(samples, set(released))
 
     async def close(self) -> None:
-        await self.cancel(list(self._held))
+        await self.cancel(list(self._leases))
 
-    async def _carry(self, held: _Held) -> None:
+    async def _run_lease(self, lease: _HeldLease) -> None:
         try:
-            await structured_gather(self._carry_one(held, sample) for sample in held.samples)
+            await structured_gather(self._run_sample(lease, sample) for sample in lease.samples)
         except Exception as error:  # the next `report` raises it on the controller
             self._error = self._error or error
             self._outbox.has_report.set()
         else:
-            self._outbox.report.outcomes.extend(map(_outcome, held.samples))
-            self._outbox.report.done.append(held.key)
+            self._outbox.report.results.extend(map(_result_of, lease.samples))
+            self._outbox.report.done_leases.append(lease.key)
             self._outbox.has_report.set()
         self._outbox.urgent.set()
 
-    async def _carry_one(self, held: _Held, sample: Sample) -> None:
+    async def _run_sample(self, lease: _HeldLease, sample: Sample) -> None:
         runner, task = self._runner, asyncio.current_task()
         assert runner is not None, "a rollout worker is connected before it takes leases"
         assert task is not None
         self._tasks[sample.id] = task
         try:
-            await runner.run(sample, held.samples)
+            await runner.run(sample, lease.samples)
         except asyncio.CancelledError:
-            if sample.id not in held.dropped or (held.running is not None and held.running.cancelling()):
+            if sample.id not in lease.dropped or (lease.running is not None and lease.running.cancelling()):
                 raise
             task.uncancel()
-            self._lifecycle.move(sample, "dropped", held.dropped[sample.id])
+            self._lifecycle.move(sample, "dropped", lease.dropped[sample.id])
         finally:
             del self._tasks[sample.id]
             if sample.state in ("queued", "failed", "dropped"):
                 self._outbox.urgent.set()
 
 
-def _outcome(sample: Sample) -> SampleResult:
+def _result_of(sample: Sample) -> SampleResult:
     return SampleResult(
         sample.id,
         sample.reward,
@@ -359,14 +363,14 @@ def _outcome(sample: Sample) -> SampleResult:
     )
 
 
-def _row(sample: Sample, fate: FinalState) -> dict[str, Any]:
+def _row(sample: Sample, final: FinalState) -> dict[str, Any]:
     return {
         "sample": sample.id,
         "task": sample.task.id,
         "domain": sample.task.domain,
         "group": sample.group,
-        "state": fate.state,
-        "reason": fate.reason,
+        "state": final.state,
+        "reason": final.reason,
         "question": sample.task.question,
         "answer": sample.task.answer,
         "response": sample.response.text if sample.response else None,

@@ -23,9 +23,9 @@ from roll.scheduler.task_sampler import BatchPolicy
 class BatchSelector:
     """Selects the batch of a step from the current state of the group table."""
 
-    group_table: GroupTable
+    table: GroupTable
     config: RolloutConfig
-    shape: BatchPolicy
+    batch_policy: BatchPolicy
     version: int
     """Version of the weights that the step trains."""
 
@@ -37,37 +37,37 @@ class BatchSelector:
     @property
     def in_order(self) -> bool:
         """Whether the step waits for older groups that are still open."""
-        return self.shape.cut == "in_order" and (self.config.staleness_policy == "wait" or not self.config.max_staleness)
+        return self.batch_policy.cut == "in_order" and (
+            self.config.staleness_policy == "wait" or not self.config.max_staleness
+        )
 
-    def enough(self) -> bool:
-        ready = self.group_table.ready_before_any_open() if self.in_order else len(self.group_table.ready)
+    def has_enough(self) -> bool:
+        ready = self.table.ready_before_any_open() if self.in_order else len(self.table.ready)
         return ready >= self.config.groups_per_step
 
     def waits_for_late(self) -> bool:
         """Whether an open group must be part of this step, because it would be too old for the next."""
         if not self.config.max_staleness or self.config.staleness_policy != "wait":
             return False
-        oldest = self.group_table.oldest_open_version
+        oldest = self.table.oldest_open_version
         return oldest is not None and oldest <= self.limit
 
-    def late(self) -> list[Group]:
+    def late_groups(self) -> list[Group]:
         """The open groups that the step waits for because of their age."""
-        return [g for g in self.group_table.open.values() if g.version <= self.limit] if self.waits_for_late() else []
+        return [g for g in self.table.open.values() if g.version <= self.limit] if self.waits_for_late() else []
 
-    def waited_for(self) -> list[Group]:
+    def awaited_groups(self) -> list[Group]:
         """Open groups without which the batch cannot be complete."""
-        books, wanted = self.group_table, self.config.groups_per_step
-        if self.in_order or len(books.open) + len(books.ready) <= wanted:
-            first = sorted([*books.open, *books.ready])[:wanted]
-            needed = [books.open[index] for index in first if index in books.open]
+        table, wanted = self.table, self.config.groups_per_step
+        if self.in_order or len(table.open) + len(table.ready) <= wanted:
+            first = sorted([*table.open, *table.ready])[:wanted]
+            needed = [table.open[index] for index in first if index in table.open]
         else:
             needed = []
-        return sorted({g.index: g for g in (*needed, *self.late())}.values(), key=lambda group: group.index)
+        return sorted({g.index: g for g in (*needed, *self.late_groups())}.values(), key=lambda group: group.index)
 
     def pick(self) -> list[Group]:
         """The groups of the batch: first those that would be too old for the next step, then in the order of `cut`."""
-        groups = (
-            self.group_table.oldest_ready() if self.shape.cut == "in_order" else list(self.group_table.ready.values())
-        )
+        groups = self.table.ready_in_order() if self.batch_policy.cut == "in_order" else list(self.table.ready.values())
         groups.sort(key=lambda group: (old := group.oldest) is not None and old > self.limit)
         return sorted(groups[: self.config.groups_per_step], key=lambda group: group.index)

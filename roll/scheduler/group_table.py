@@ -31,7 +31,7 @@ class GroupTable:
         """Number of open groups per weights version at which they were issued."""
 
     @property
-    def charged(self) -> int:
+    def in_flight(self) -> int:
         return len(self.open) + len(self.ready) + len(self.taken)
 
     @property
@@ -47,16 +47,16 @@ class GroupTable:
     def finish(self, group: Group) -> None:
         del self.open[group.index]
         self._versions[group.version] -= 1
-        self.requeue(group)
+        self.add_ready(group)
 
-    def requeue(self, group: Group) -> None:
+    def add_ready(self, group: Group) -> None:
         """Adds a group to `ready`."""
         self.ready[group.index] = group
         insort(self._ready_order, group.index)
 
     def drop(self, group: Group) -> None:
         if self.open.pop(group.index, None) is None:
-            self._unready(group)
+            self._remove_ready(group)
         else:
             self._versions[group.version] -= 1
 
@@ -68,24 +68,24 @@ class GroupTable:
 
     def take(self, groups: list[Group]) -> None:
         for group in groups:
-            self._unready(group)
+            self._remove_ready(group)
             self.taken[group.index] = group
 
-    def release(self, group: Group) -> None:
+    def reopen(self, group: Group) -> None:
         """Moves a taken or ready group back to `open`, to run again."""
         if self.taken.pop(group.index, None) is None:
-            self._unready(group)
+            self._remove_ready(group)
         self.issue(group)
 
-    def trained(self, groups: list[Group]) -> None:
+    def remove_trained(self, groups: list[Group]) -> None:
         for group in groups:
             del self.taken[group.index]
 
-    def oldest_ready(self) -> list[Group]:
+    def ready_in_order(self) -> list[Group]:
         """Ready groups in the order they were issued."""
         return [self.ready[index] for index in self._ready_order]
 
-    def unready(self) -> list[Group]:
+    def not_ready(self) -> list[Group]:
         """Groups in flight that are not ready: open ones, and those that a step has taken."""
         return [*self.open.values(), *self.taken.values()]
 
@@ -101,6 +101,6 @@ class GroupTable:
             heapq.heappop(heap)
         return self.open[heap[0]] if heap else None
 
-    def _unready(self, group: Group) -> None:
+    def _remove_ready(self, group: Group) -> None:
         del self.ready[group.index]
         del self._ready_order[bisect_left(self._ready_order, group.index)]

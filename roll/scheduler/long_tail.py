@@ -45,8 +45,8 @@ class LongestFirst(SamplerWrapper):
         assert window >= 1, f"a window of {window} draws"
         self._window = window
         self._waiting: deque[tuple[int, TaskDraw]] = deque()  # position in the base's order, draw; oldest first
-        self._taken = 0
-        self._given = 0
+        self._drawn_count = 0
+        self._returned_count = 0
         self._tokens: dict[str, int] = {}
         self._total = 0
         self._new_lengths: list[tuple[str, int]] = []
@@ -63,35 +63,37 @@ class LongestFirst(SamplerWrapper):
             draw = self.base.next()
             if draw.again or draw.skip:
                 return draw
-            self._waiting.append((self._taken, draw))
-            self._taken += 1
+            self._waiting.append((self._drawn_count, draw))
+            self._drawn_count += 1
         chosen = 0
-        if self._given - self._waiting[0][0] < self._window:  # surplus draws returned have overtaken it
+        if self._returned_count - self._waiting[0][0] < self._window:  # surplus draws have overtaken it
             chosen = self._longest()
         draw = self._waiting[chosen][1]
         del self._waiting[chosen]
-        self._given += 1
+        self._returned_count += 1
         return draw
 
-    def judged(self, task: Task, rewards: Sequence[float], tokens: Sequence[int]) -> None:
+    def on_group_judged(self, task: Task, rewards: Sequence[float], tokens: Sequence[int]) -> None:
         if tokens:
             self._new_lengths.append((task.id, round(sum(tokens) / len(tokens))))
-        super().judged(task, rewards, tokens)
+        super().on_group_judged(task, rewards, tokens)
 
     def state(self) -> dict[str, Any]:
         return {
             **super().state(),
-            "waiting": [[place, draw.task.id, draw.epoch] for place, draw in self._waiting],
-            "taken": self._taken,
-            "given": self._given,
+            "waiting": [[position, draw.task.id, draw.epoch] for position, draw in self._waiting],
+            "taken": self._drawn_count,
+            "given": self._returned_count,
             "tokens": dict(self._tokens),
-            "news": [list(news) for news in self._new_lengths],
+            "news": [list(entry) for entry in self._new_lengths],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         super().restore(state)
-        self._waiting = deque((place, TaskDraw(self.drawn(id).task, epoch)) for place, id, epoch in state["waiting"])
-        self._taken, self._given = state["taken"], state["given"]
+        self._waiting = deque(
+            (position, TaskDraw(self.last_draw(id).task, epoch)) for position, id, epoch in state["waiting"]
+        )
+        self._drawn_count, self._returned_count = state["taken"], state["given"]
         self._tokens = dict(state["tokens"])
         self._total = sum(self._tokens.values())
         self._new_lengths = [(id, tokens) for id, tokens in state["news"]]
@@ -117,34 +119,34 @@ class TailBatching(SamplerWrapper):
         super().__init__(base)
         self._groups = groups_per_step
         self._oversample = oversample
-        self._gathered: deque[TaskDraw] = deque()
-        self._left = 0  # draws left in the current tail round
+        self._deferred: deque[TaskDraw] = deque()
+        self._remaining = 0  # draws left in the current tail round
 
     def begin_step(self) -> BatchPolicy:
         super().begin_step()
-        self._left = self._groups if len(self._gathered) >= self._groups else 0
-        return BatchPolicy() if self._left else BatchPolicy(self._oversample, "first_finished")
+        self._remaining = self._groups if len(self._deferred) >= self._groups else 0
+        return BatchPolicy() if self._remaining else BatchPolicy(self._oversample, "first_finished")
 
     def next(self) -> TaskDraw:
-        if not self._left:
+        if not self._remaining:
             return super().next()
-        self._left -= 1
-        return self._gathered.popleft()
+        self._remaining -= 1
+        return self._deferred.popleft()
 
-    def cut(self, task: Task, epoch: int | None = None) -> None:
-        self._gathered.append(TaskDraw(task, self.drawn(task.id).epoch if epoch is None else epoch, again=True))
+    def requeue_unfinished(self, task: Task, epoch: int | None = None) -> None:
+        self._deferred.append(TaskDraw(task, self.last_draw(task.id).epoch if epoch is None else epoch, again=True))
 
     def state(self) -> dict[str, Any]:
         return {
             **super().state(),
-            "gathered": [[draw.task.id, draw.epoch] for draw in self._gathered],
-            "left": self._left,
+            "gathered": [[draw.task.id, draw.epoch] for draw in self._deferred],
+            "left": self._remaining,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         super().restore(state)
-        self._gathered = deque(TaskDraw(self.drawn(id).task, epoch, again=True) for id, epoch in state["gathered"])
-        self._left = state["left"]
+        self._deferred = deque(TaskDraw(self.last_draw(id).task, epoch, again=True) for id, epoch in state["gathered"])
+        self._remaining = state["left"]
 
 
 ORDERS = ("in_order", "longest_first", "tail_batching")
@@ -184,36 +186,35 @@ def make_task_sampler(
     return _user_sampler(order, load_user_code(order, what="rollout.task_order", known=ORDERS, root=root), base)
 
 
-_CALLS = {
+_REQUIRED_METHODS = {
     "begin_step": "()",
     "next": "()",
-    "give_back": "(task, epoch=None)",
-    "cut": "(task, epoch=None)",
-    "judged": "(task, rewards, tokens)",
+    "requeue": "(task, epoch=None)",
+    "requeue_unfinished": "(task, epoch=None)",
+    "on_group_judged": "(task, rewards, tokens)",
     "state": "()",
     "restore": "(state)",
 }
 
 
-def _user_sampler(name: str, make: Any, base: BaseSampler) -> TaskSampler:
+def _user_sampler(name: str, factory: Any, base: BaseSampler) -> TaskSampler:
     try:
-        made: TaskSampler = make(base)
+        sampler: TaskSampler = factory(base)
     except Exception as error:
         raise UserError(
-            f"rollout.task_order: {name!r}, called with the order to build on, failed: {type(error).__name__}: {error}"
+            f"rollout.task_order: {name!r}, called with the task sampler to wrap, failed: {type(error).__name__}: {error}"
         ) from error
-    for method, signature in _CALLS.items():
-        if not _takes(getattr(made, method, None), signature):
+    for method, signature in _REQUIRED_METHODS.items():
+        if not _accepts(getattr(sampler, method, None), signature):
             raise UserError(
-                f"rollout.task_order: what {name!r} made has no method {method}{signature}: "
-                "inherit from roll.scheduler.task_sampler.SamplerWrapper, which has all an order needs, and override "
-                "what you "
-                "change"
+                f"rollout.task_order: the task sampler made by {name!r} has no method {method}{signature}: "
+                "inherit from roll.scheduler.task_sampler.SamplerWrapper, which has all methods, and override what "
+                "you change"
             )
-    return made
+    return sampler
 
 
-def _takes(method: Any, signature: str) -> bool:
+def _accepts(method: Any, signature: str) -> bool:
     """Whether a method can be called with this signature, with and without the optional arguments."""
     if not callable(method):
         return False

@@ -1,7 +1,7 @@
 """Policies: user code that controls in-flight groups through a narrow interface.
 
-The scheduler calls a policy's `judged` for every judged group, and its `look` when a step begins and every few seconds
-while the step waits for groups. A policy sees copies and acts through `SchedulerControl`.
+The scheduler calls a policy's `on_group_judged` for every judged group, and its `poll` when a step begins and every few
+seconds while the step waits for groups. A policy sees copies and acts through `SchedulerControl`.
 
 Invariants: a method of `SchedulerControl` has no effect on a group that has ended or is being trained on, and returns
 False; whatever a policy does, each sample ends exactly once, and the ledger records it.
@@ -23,8 +23,8 @@ from roll.data.sample import Group, Sample
 from roll.data.task import Task
 from roll.scheduler.batch_selection import BatchSelector
 
-LOOK_S = 2.0
-"""Seconds between calls of `Policy.look` while a step waits."""
+POLL_S = 2.0
+"""Seconds between calls of `Policy.poll` while a step waits."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class GroupActions(Protocol):
 
     def reprioritise(self, group: Group, priority: int) -> None: ...
 
-    def stop(self, sample: Sample, reason: str) -> bool: ...
+    def drop_sample(self, sample: Sample, reason: str) -> bool: ...
 
-    def end(self, sample: Sample, reason: str) -> bool: ...
+    def end_response(self, sample: Sample, reason: str) -> bool: ...
 
     def requeue(self, sample: Sample, reason: str) -> bool: ...
 
@@ -78,22 +78,22 @@ class GroupActions(Protocol):
 class SchedulerControl:
     """The interface of a policy to the scheduler. Groups are identified by index, samples by id."""
 
-    def __init__(self, scheduler: GroupActions, closing: Callable[[], BatchSelector]) -> None:
+    def __init__(self, scheduler: GroupActions, batch_selector: Callable[[], BatchSelector]) -> None:
         self._scheduler = scheduler
-        self._closing = closing
+        self._batch_selector = batch_selector
 
     @property
     def version(self) -> int:
         """Version of the weights that the engines serve."""
-        return self._closing().version
+        return self._batch_selector().version
 
     @property
     def max_staleness(self) -> int:
-        return self._closing().config.max_staleness
+        return self._batch_selector().config.max_staleness
 
     @property
     def groups_per_step(self) -> int:
-        return self._closing().config.groups_per_step
+        return self._batch_selector().config.groups_per_step
 
     @property
     def now_s(self) -> float:
@@ -103,15 +103,15 @@ class SchedulerControl:
     @property
     def groups(self) -> list[GroupView]:
         """All groups that are open or ready, in the order they were issued."""
-        closing = self._closing()
-        waited_for = {group.index for group in closing.waited_for()}
-        groups = sorted(closing.group_table.waiting, key=lambda group: group.index)
+        batch_selector = self._batch_selector()
+        waited_for = {group.index for group in batch_selector.awaited_groups()}
+        groups = sorted(batch_selector.table.waiting, key=lambda group: group.index)
         return [self.view(group, group.index in waited_for) for group in groups]
 
     def view(self, group: Group, waited_for: bool = False) -> GroupView:
-        books = self._closing().group_table
-        state: Literal["open", "ready", "ended"] = "ready" if group.index in books.ready else "ended"
-        state = "open" if group.index in books.open else state
+        table = self._batch_selector().table
+        state: Literal["open", "ready", "ended"] = "ready" if group.index in table.ready else "ended"
+        state = "open" if group.index in table.open else state
         samples = tuple(map(_view, group.samples))
         age = self.version - group.version
         return GroupView(group.index, group.task, state, group.priority, group.version, age, waited_for, samples)
@@ -135,21 +135,21 @@ class SchedulerControl:
             self._scheduler.reprioritise(found, priority)
         return True
 
-    def stop(self, sample: str, reason: str) -> bool:
+    def drop_sample(self, sample: str, reason: str) -> bool:
         """Drops one sample; its group continues without it."""
-        return (found := self._sample(sample)) is not None and self._scheduler.stop(found, reason)
+        return (found := self._sample(sample)) is not None and self._scheduler.drop_sample(found, reason)
 
-    def end(self, sample: str, reason: str) -> bool:
+    def end_response(self, sample: str, reason: str) -> bool:
         """Ends a response that is being generated; it is scored as it stands."""
-        return (found := self._sample(sample)) is not None and self._scheduler.end(found, reason)
+        return (found := self._sample(sample)) is not None and self._scheduler.end_response(found, reason)
 
     def requeue(self, sample: str, reason: str) -> bool:
         """Aborts a response on its engine and requeues it; it resumes from its prefix when it gets a slot again."""
         return (found := self._sample(sample)) is not None and self._scheduler.requeue(found, reason)
 
     def _group(self, index: int) -> Group | None:
-        books = self._closing().group_table
-        return books.open.get(index) or books.ready.get(index)
+        table = self._batch_selector().table
+        return table.open.get(index) or table.ready.get(index)
 
     def _sample(self, id: str) -> Sample | None:
         group = self._group(int(id.partition(".")[0]))
@@ -160,11 +160,11 @@ class Policy:
     """Base class that does nothing; a policy overrides what it needs. One instance is created per run, and a new one when
     the run is resumed."""
 
-    def judged(self, control: SchedulerControl, group: GroupView) -> None:
+    def on_group_judged(self, control: SchedulerControl, group: GroupView) -> None:
         """Called when a group's last sample was judged: the group is ready, or was dropped and has ended."""
 
-    def look(self, control: SchedulerControl) -> None:
-        """Called when a step begins and every `LOOK_S` while it waits."""
+    def poll(self, control: SchedulerControl) -> None:
+        """Called when a step begins and every `POLL_S` while it waits."""
 
 
 class PolicyRunner:
@@ -174,23 +174,23 @@ class PolicyRunner:
         self._policy = policy
         self._name = name
         self.control = control
-        self._next_look_s = 0.0
+        self._next_poll_s = 0.0
 
     @property
-    def left_s(self) -> float | None:
-        """Seconds until the next `look`; None without a policy."""
-        return None if self._policy is None else max(self._next_look_s - self.control.now_s, 0.0)
+    def next_poll_in_s(self) -> float | None:
+        """Seconds until the next `poll`; None without a policy."""
+        return None if self._policy is None else max(self._next_poll_s - self.control.now_s, 0.0)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         if self._policy is not None:
-            self._next_look_s = self.control.now_s + LOOK_S
-            with self._named("look"):
-                self._policy.look(self.control)
+            self._next_poll_s = self.control.now_s + POLL_S
+            with self._named("poll"):
+                self._policy.poll(self.control)
 
-    def judged(self, group: Group) -> None:
+    def on_group_judged(self, group: Group) -> None:
         if self._policy is not None:
-            with self._named("judged"):
-                self._policy.judged(self.control, self.control.view(group))
+            with self._named("on_group_judged"):
+                self._policy.on_group_judged(self.control, self.control.view(group))
 
     @contextmanager
     def _named(self, method: str) -> Iterator[None]:
@@ -211,7 +211,7 @@ class StragglerPolicy(Policy):
         self._seconds = seconds
         self._since: dict[int, float] = {}
 
-    def look(self, control: SchedulerControl) -> None:
+    def poll(self, control: SchedulerControl) -> None:
         now_s, last = control.now_s, [group for group in control.groups if group.waited_for]
         if len(last) > max(1, control.groups_per_step // 10):
             last = []
@@ -220,7 +220,9 @@ class StragglerPolicy(Policy):
             if now_s - self._since[group.index] >= self._seconds:
                 for sample in group.samples:
                     if sample.state == "generating":
-                        control.end(sample.id, f"straggler: its step has waited {self._seconds:g} s for its group")
+                        control.end_response(
+                            sample.id, f"straggler: its step has waited {self._seconds:g} s for its group"
+                        )
 
 
 def make_policy(name: str, root: str | os.PathLike[str] | None = None) -> Policy | None:
@@ -230,17 +232,17 @@ def make_policy(name: str, root: str | os.PathLike[str] | None = None) -> Policy
         return None
     if kind == "stragglers":
         return StragglerPolicy(_seconds(name, value)) if equals else StragglerPolicy()
-    make = load_user_code(name, what="rollout.policy", known=["none", "stragglers"], root=root)
+    factory = load_user_code(name, what="rollout.policy", known=["none", "stragglers"], root=root)
     try:
-        made = make()
+        policy = factory()
     except Exception as error:
         raise UserError(f"rollout.policy: {name!r} could not be made: {type(error).__name__}: {error}") from error
-    if not isinstance(made, Policy):
+    if not isinstance(policy, Policy):
         raise UserError(
-            f"rollout.policy: {name!r} made a {type(made).__name__}: write a class that inherits from "
-            "roll.scheduler.policy.Policy and overrides `judged` or `look`"
+            f"rollout.policy: {name!r} made a {type(policy).__name__}: write a class that inherits from "
+            "roll.scheduler.policy.Policy and overrides `on_group_judged` or `poll`"
         )
-    return made
+    return policy
 
 
 def _seconds(name: str, value: str) -> float:

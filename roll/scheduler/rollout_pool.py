@@ -29,21 +29,21 @@ class WorkerLost(Exception):
 
 
 @dataclass(eq=False)
-class _Out:
+class _InFlightLease:
     """An in-flight lease."""
 
     worker: int
     samples: dict[str, Sample]
     lifecycle: Lifecycle
     done: asyncio.Future[None]
-    ticket: SlotReservation
-    """Slots of the lease; samples that got a slot again later have their own reservation in `moved`."""
-    moved: dict[str, SlotReservation] = field(default_factory=dict)
-    seatless: set[str] = field(default_factory=set)
+    reservation: SlotReservation
+    """Slots of the lease; samples that got a slot again later have their own reservation in `reassigned`."""
+    reassigned: dict[str, SlotReservation] = field(default_factory=dict)
+    without_slot: set[str] = field(default_factory=set)
     """Samples whose slot was released."""
     scoring: set[str] = field(default_factory=set)
     """Samples that are being scored."""
-    seating: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    reserving: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     """Requeued samples, each with the task that waits for its slot."""
 
 
@@ -54,75 +54,77 @@ class RolloutPool:
         router: Router,
         *,
         tries: int = 1,
-        scoring_most: int = 0,
+        max_scoring: int = 0,
         deadline_s: float = 1800.0,
     ) -> None:
-        """`tries`: attempts at a sample whose rollout workers die. `scoring_most`: back-pressure limit; while this many
+        """`tries`: attempts at a sample whose rollout workers die. `max_scoring`: back-pressure limit; while this many
         samples or more are being scored, admission to the engines is paused; 0 for no limit."""
         self._workers = workers
         self._router = router
         self._tries = tries
-        self._scoring_most = scoring_most
+        self._max_scoring = max_scoring
         self._deadline_s = deadline_s
         self.version = 0
         """Version of the weights that the engines serve."""
-        self._full_s = 0.0
-        self.moves = 0
+        self._backpressure_s = 0.0
+        self.transitions = 0
         """Sample transitions so far: the watchdog checks that it keeps increasing."""
-        self._full_since: float | None = None
+        self._backpressure_since_s: float | None = None
         self._scoring = 0
-        self._out: dict[str, _Out] = {}
-        self._by_name: dict[str, _Out] = {}
-        self._by_sample: dict[str, _Out] = {}
-        self._inside = set(range(len(workers)))
+        self._in_flight: dict[str, _InFlightLease] = {}
+        self._by_name: dict[str, _InFlightLease] = {}
+        self._by_sample: dict[str, _InFlightLease] = {}
+        self._live_workers = set(range(len(workers)))
         """Workers that accept leases."""
-        self._joined = asyncio.Event()
-        self._joined.set()
+        self._worker_available = asyncio.Event()
+        self._worker_available.set()
         self._loads = [0] * len(workers)
         """In-flight samples per worker."""
         self._leases = [0] * len(workers)
-        self.tokens = TokenRegistry(workers, self._inside)
-        self._lines = [self._channel(worker) for worker in range(len(workers))]
-        self._seating: set[asyncio.Task[None]] = set()
-        self.engine_trouble: Callable[[int, str], None] = lambda engine, reason: None
+        self.tokens = TokenRegistry(workers, self._live_workers)
+        self._channels = [self._channel(worker) for worker in range(len(workers))]
+        self._background_tasks: set[asyncio.Task[None]] = set()
+        self.on_engine_died: Callable[[int, str], None] = lambda engine, reason: None
         """Called when a sample's engine died."""
-        self.worker_trouble: Callable[[int, str], None] = lambda worker, reason: None
+        self.on_worker_died: Callable[[int, str], None] = lambda worker, reason: None
         """Called when a rollout worker died or did not answer in time."""
 
     async def run(
-        self, key: str, samples: Sequence[Sample], lifecycle: Lifecycle, *, priority: int = 0, order: int | None = None
+        self, key: str, samples: Sequence[Sample], lifecycle: Lifecycle, *, priority: int = 0, fifo_key: int | None = None
     ) -> None:
         """Runs queued samples of one task until they are judged. Cancelling this coroutine cancels the lease."""
         while True:
-            ticket = await self._router.reserve(len(samples), priority=priority, fifo_key=order)
+            reservation = await self._router.reserve(len(samples), priority=priority, fifo_key=fifo_key)
             try:
-                await self._lease(key, samples, lifecycle, ticket)
+                await self._run_lease(key, samples, lifecycle, reservation)
                 return
-            except WorkerLost as lost:
+            except WorkerLost as error:
                 samples = [sample for sample in samples if sample.state != "dropped"]
-                if not samples or not self.restart_samples(samples, lifecycle, str(lost)):
+                if not samples or not self.restart_samples(samples, lifecycle, str(error)):
                     return
 
     def restart_samples(self, samples: Sequence[Sample], lifecycle: Lifecycle, reason: str) -> bool:
         """Requeues samples that were lost with a rollout worker. If no tries are left, they fail and it returns False."""
-        again = max(sample.tries for sample in samples) < self._tries
+        can_retry = max(sample.tries for sample in samples) < self._tries
         for sample in samples:
             if sample.state in ("kept", "scored"):
                 lifecycle.move(sample, "queued", reason, **{"try": sample.tries + 1})
             elif sample.state != "failed":
                 lifecycle.move(sample, "failed", reason)
-            if again and sample.state == "failed":
+            if can_retry and sample.state == "failed":
                 lifecycle.move(sample, "queued", reason, **{"try": sample.tries + 1})
-            elif not again and sample.state == "queued":
+            elif not can_retry and sample.state == "queued":
                 lifecycle.move(sample, "failed", reason)
             sample.tries += 1
             sample.oldest = sample.newest = sample.finish = None
             sample.tokens = sample.response_tokens = 0
-        return again
+        return can_retry
 
-    async def _lease(self, key: str, samples: Sequence[Sample], lifecycle: Lifecycle, ticket: SlotReservation) -> None:
-        if key in self._out:
-            self._router.release(ticket)
+    async def _run_lease(
+        self, key: str, samples: Sequence[Sample], lifecycle: Lifecycle, reservation: SlotReservation
+    ) -> None:
+        if key in self._in_flight:
+            self._router.release(reservation)
             raise ValueError(f"the lease {key!r} is out already")
         name = (
             key if samples[0].tries == 1 else f"{key}~{samples[0].tries}"
@@ -130,26 +132,26 @@ class RolloutPool:
         try:
             worker = await self._least_loaded()
         except BaseException:
-            self._router.release(ticket)
+            self._router.release(reservation)
             raise
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        out = self._out[key] = self._by_name[name] = _Out(
-            worker, {sample.id: sample for sample in samples}, lifecycle, done, ticket
+        lease = self._in_flight[key] = self._by_name[name] = _InFlightLease(
+            worker, {sample.id: sample for sample in samples}, lifecycle, done, reservation
         )
         for sample in samples:
-            self._by_sample[sample.id] = out
+            self._by_sample[sample.id] = lease
             sample.oldest = self.version
         self.tokens.register(samples, worker, name)
         self._loads[worker] += len(samples)
         self._leases[worker] += 1
         first = samples[0]
-        lease = Lease(
+        message = Lease(
             name,
-            ticket.engine,
+            reservation.engine,
             first.task,
             first.group,
             first.temperature,
-            tuple(out.samples),
+            tuple(lease.samples),
             self.version,
             first.tries,
             next((sample.id for sample in samples if sample.greedy), None),
@@ -157,14 +159,14 @@ class RolloutPool:
             first.records,
         )
         try:
-            self._lines[worker].post(lease)
+            self._channels[worker].post(message)
             # waits: every state of a sample has a deadline, and the death of the worker ends it
             await done
         except asyncio.CancelledError:
             self.tokens.unregister(samples)
-            if not self._lines[worker].take_back(lease):
-                await self._lines[worker].arrived()
-                await self._send(worker, [name])
+            if not self._channels[worker].remove(message):
+                await self._channels[worker].wait_sent()
+                await self._cancel_leases(worker, [name])
             raise
         except BaseException:
             self.tokens.unregister(samples)
@@ -172,210 +174,213 @@ class RolloutPool:
         finally:
             self._loads[worker] -= len(samples)
             self._leases[worker] -= 1
-            self._settle(out)
-            del self._out[key], self._by_name[name]
+            self._release_all_slots(lease)
+            del self._in_flight[key], self._by_name[name]
             for sample in samples:
                 del self._by_sample[sample.id]
 
-    async def _send(self, worker: int, keys: list[str]) -> None:
+    async def _cancel_leases(self, worker: int, keys: list[str]) -> None:
         with suppress(RemoteError):  # a dead worker has nothing to cancel
             await self._workers.call_rank(worker, RolloutWorker.cancel, keys)
 
     async def _least_loaded(self) -> int:
         async with asyncio.timeout(self._deadline_s):
-            while not self._inside:
-                await self._joined.wait()
-        return min(sorted(self._inside), key=lambda worker: self._loads[worker])
+            while not self._live_workers:
+                await self._worker_available.wait()
+        return min(sorted(self._live_workers), key=lambda worker: self._loads[worker])
 
     # Commands
 
-    def stop(self, stop: SampleCommand) -> bool:
+    def send_command(self, command: SampleCommand) -> bool:
         """Sends a command for a sample to its worker. Returns False if the sample is in no in-flight lease."""
-        out = self._by_sample.get(stop.sample)
-        if out is None:
+        lease = self._by_sample.get(command.sample)
+        if lease is None:
             return False
-        self._lines[out.worker].post(stop)
+        self._channels[lease.worker].post(command)
         return True
 
     async def pause(self) -> None:
         """Moves all generating samples to `paused`."""
-        await self._all(RolloutWorker.pause)
+        await self._call_all(RolloutWorker.pause)
 
     async def resume(self) -> None:
-        await self._all(RolloutWorker.resume)
+        await self._call_all(RolloutWorker.resume)
 
-    async def displace(self, reason: str, engine: int | None = None) -> None:
+    async def requeue_generating(self, reason: str, engine: int | None = None) -> None:
         """Requeues the samples that are generating on one engine, or on all; they resume from their prefix."""
-        calls = (self._workers.call_rank(worker, RolloutWorker.displace, reason, engine) for worker in self._inside)
+        calls = (
+            self._workers.call_rank(worker, RolloutWorker.requeue_generating, reason, engine)
+            for worker in self._live_workers
+        )
         await asyncio.gather(*calls, return_exceptions=True)
 
-    async def _all(self, method: object) -> None:
-        calls = (self._workers.call_rank(worker, method) for worker in self._inside)  # type: ignore[call-overload]
+    async def _call_all(self, method: object) -> None:
+        calls = (self._workers.call_rank(worker, method) for worker in self._live_workers)  # type: ignore[call-overload]
         await asyncio.gather(*calls, return_exceptions=True)  # a dead worker has nothing to pause
 
     # Worker membership
 
-    def lost(self, worker: int, reason: str) -> None:
+    def worker_lost(self, worker: int, reason: str) -> None:
         """A rollout worker died: its leases restart elsewhere."""
-        self._inside.discard(worker)
-        if not self._inside:
-            self._joined.clear()
+        self._live_workers.discard(worker)
+        if not self._live_workers:
+            self._worker_available.clear()
         self.tokens.worker_died(worker)
         self._fail(worker, WorkerLost(reason))
 
-    def joined(self, worker: int) -> None:
-        self._inside.add(worker)
-        self._joined.set()
+    def worker_joined(self, worker: int) -> None:
+        self._live_workers.add(worker)
+        self._worker_available.set()
 
-    def has(self, key: str) -> bool:
+    def has_lease(self, key: str) -> bool:
         """Whether a lease is in flight."""
-        return key in self._out
+        return key in self._in_flight
 
     @property
     def busy(self) -> bool:
         """Whether any lease is in flight."""
-        return bool(self._out)
+        return bool(self._in_flight)
 
-    def take_full_s(self) -> float:
+    def take_backpressure_s(self) -> float:
         """Seconds of grader back-pressure since the last call: admission was paused because too many samples were being
         scored."""
-        if self._full_since is not None:
+        if self._backpressure_since_s is not None:
             now = asyncio.get_running_loop().time()
-            self._full_s += now - self._full_since
-            self._full_since = now
-        seconds, self._full_s = self._full_s, 0.0
+            self._backpressure_s += now - self._backpressure_since_s
+            self._backpressure_since_s = now
+        seconds, self._backpressure_s = self._backpressure_s, 0.0
         return seconds
 
-    def let_go(self, samples: Sequence[Sample]) -> None:
+    def release_tokens(self, samples: Sequence[Sample]) -> None:
         """Releases the tokens of samples that restart, in the background."""
         task = asyncio.create_task(self.tokens.release(samples))
-        self._seating.add(task)
-        task.add_done_callback(self._seating.discard)
+        self._background_tasks.add(task)
+        task.add_done_callback(self._background_tasks.discard)
 
     # Reports of workers
 
     def _channel(self, worker: int) -> BatchedChannel[WorkerCommand, Report]:
-        async def send(orders: list[WorkerCommand]) -> None:
-            await self._workers.call_rank(worker, RolloutWorker.take, orders)
+        async def send(commands: list[WorkerCommand]) -> None:
+            await self._workers.call_rank(worker, RolloutWorker.execute, commands)
 
-        async def ask() -> Report:
+        async def poll() -> Report:
             return await self._workers.call_rank(worker, RolloutWorker.report)
 
-        def fail(error: Exception) -> None:
+        def on_error(error: Exception) -> None:
             if isinstance(error, WorkerDied | CallTimedOut):
-                self.lost(worker, f"rollout worker died: {error.worker}")
-                self.worker_trouble(worker, str(error))
+                self.worker_lost(worker, f"rollout worker died: {error.worker}")
+                self.on_worker_died(worker, str(error))
             else:
                 self._fail(worker, error)
 
         return BatchedChannel(
             send,
-            ask,
-            take=self._take,
-            fail=fail,
+            poll,
+            on_result=self._apply_report,
+            on_error=on_error,
             busy=lambda: self._leases[worker] > 0,
         )
 
-    def _take(self, report: Report) -> None:
-        for move in report.moves:
-            if (out := self._by_sample.get(move.sample)) is not None:  # else its lease was cancelled
-                self._moved(out, out.samples[move.sample], move)
-        for outcome in report.outcomes:
-            if (out := self._by_sample.get(outcome.sample)) is not None:
-                self._ended(out.samples[outcome.sample], outcome)
-        for name in report.done:
-            if (done := self._by_name.get(name)) is not None and not done.done.done():
-                done.done.set_result(None)
+    def _apply_report(self, report: Report) -> None:
+        for transition in report.transitions:
+            if (lease := self._by_sample.get(transition.sample)) is not None:  # else its lease was cancelled
+                self._apply_transition(lease, lease.samples[transition.sample], transition)
+        for result in report.results:
+            if (lease := self._by_sample.get(result.sample)) is not None:
+                self._apply_result(lease.samples[result.sample], result)
+        for name in report.done_leases:
+            if (finished := self._by_name.get(name)) is not None and not finished.done.done():
+                finished.done.set_result(None)
 
-    def _moved(self, out: _Out, sample: Sample, move: Transition) -> None:
+    def _apply_transition(self, lease: _InFlightLease, sample: Sample, transition: Transition) -> None:
         if sample.state == "dropped":  # by the controller, before the worker received the command
             return
-        out.lifecycle.move(sample, move.state, move.reason, move.time_s, **move.info)  # type: ignore[arg-type]
-        self.moves += 1
-        if move.state == "scoring":
-            out.scoring.add(sample.id)
+        lease.lifecycle.move(sample, transition.state, transition.reason, transition.time_s, **transition.info)  # type: ignore[arg-type]
+        self.transitions += 1
+        if transition.state == "scoring":
+            lease.scoring.add(sample.id)
             self._count_scoring(1)
-        elif sample.id in out.scoring:
-            out.scoring.discard(sample.id)
+        elif sample.id in lease.scoring:
+            lease.scoring.discard(sample.id)
             self._count_scoring(-1)
-        if move.state in ENDS and (seating := out.seating.pop(sample.id, None)) is not None:
-            seating.cancel()
-        if move.state == "queued":
-            self._give_back(out, sample.id)
-            if (engine := move.info.get("lost_engine")) is not None:
-                self.engine_trouble(engine, move.reason)
-            sample.tries = int(move.info.get("try", sample.tries))
-            self._reassign(out, sample)
-        elif move.state == "generating":
-            if sample.id in out.seatless:  # its next turn, after its environment acted
-                out.seatless.discard(sample.id)
-                out.moved[sample.id] = self._router.take(move.info["engine"])
-        elif move.state != "paused":
-            self._give_back(out, sample.id)
+        if transition.state in ENDS and (reserving := lease.reserving.pop(sample.id, None)) is not None:
+            reserving.cancel()
+        if transition.state == "queued":
+            self._release_slot(lease, sample.id)
+            if (engine := transition.info.get("lost_engine")) is not None:
+                self.on_engine_died(engine, transition.reason)
+            sample.tries = int(transition.info.get("try", sample.tries))
+            self._start_reserving(lease, sample)
+        elif transition.state == "generating":
+            if sample.id in lease.without_slot:  # its next turn, after its environment acted
+                lease.without_slot.discard(sample.id)
+                lease.reassigned[sample.id] = self._router.reserve_on(transition.info["engine"])
+        elif transition.state != "paused":
+            self._release_slot(lease, sample.id)
 
-    def _ended(self, sample: Sample, outcome: SampleResult) -> None:
-        sample.reward, sample.parts, sample.answer = outcome.reward, outcome.parts, outcome.answer
-        sample.tokens, sample.response_tokens = outcome.tokens, outcome.response_tokens
-        sample.finish = outcome.finish
-        sample.turns, sample.tries, sample.kills = outcome.turns, outcome.tries, outcome.kills
-        sample.turn_rewards, sample.turn_states = outcome.turn_rewards, outcome.turn_states
-        if outcome.oldest is not None:
-            sample.oldest, sample.newest = outcome.oldest, outcome.newest
-            self._router.learn(outcome.tokens)
+    def _apply_result(self, sample: Sample, result: SampleResult) -> None:
+        sample.reward, sample.parts, sample.answer = result.reward, result.parts, result.answer
+        sample.tokens, sample.response_tokens = result.tokens, result.response_tokens
+        sample.finish = result.finish
+        sample.turns, sample.tries, sample.kills = result.turns, result.tries, result.kills
+        sample.turn_rewards, sample.turn_states = result.turn_rewards, result.turn_states
+        if result.oldest is not None:
+            sample.oldest, sample.newest = result.oldest, result.newest
+            self._router.observe_length(result.tokens)
 
-    def _give_back(self, out: _Out, sample: str) -> None:
+    def _release_slot(self, lease: _InFlightLease, sample: str) -> None:
         """Releases the slot of a sample."""
-        if sample in out.seatless:
+        if sample in lease.without_slot:
             return
-        out.seatless.add(sample)
-        ticket = out.moved.pop(sample, None)
-        self._router.release(ticket or out.ticket, 1)
+        lease.without_slot.add(sample)
+        reservation = lease.reassigned.pop(sample, None)
+        self._router.release(reservation or lease.reservation, 1)
 
-    def _settle(self, out: _Out) -> None:
+    def _release_all_slots(self, lease: _InFlightLease) -> None:
         """Releases all slots of a lease that has ended."""
-        self._router.release(out.ticket)
-        for ticket in out.moved.values():
-            self._router.release(ticket)
-        out.seatless.update(out.samples)
-        self._count_scoring(-len(out.scoring))
-        for seating in out.seating.values():
-            seating.cancel()
+        self._router.release(lease.reservation)
+        for reservation in lease.reassigned.values():
+            self._router.release(reservation)
+        lease.without_slot.update(lease.samples)
+        self._count_scoring(-len(lease.scoring))
+        for reserving in lease.reserving.values():
+            reserving.cancel()
 
-    def _reassign(self, out: _Out, sample: Sample) -> None:
-        if sample.id in out.seating:
+    def _start_reserving(self, lease: _InFlightLease, sample: Sample) -> None:
+        if sample.id in lease.reserving:
             return
-        task = out.seating[sample.id] = asyncio.create_task(self._assign(out, sample))
-        self._seating.add(task)
-        task.add_done_callback(self._seating.discard)
+        task = lease.reserving[sample.id] = asyncio.create_task(self._reserve_slot(lease, sample))
+        self._background_tasks.add(task)
+        task.add_done_callback(self._background_tasks.discard)
 
-    async def _assign(self, out: _Out, sample: Sample) -> None:
+    async def _reserve_slot(self, lease: _InFlightLease, sample: Sample) -> None:
         try:
-            ticket = await self._router.reserve(1, priority=sample.priority, fifo_key=sample.group)
+            reservation = await self._router.reserve(1, priority=sample.priority, fifo_key=sample.group)
         except Exception as error:
-            if not out.done.done():
-                out.done.set_exception(error)
+            if not lease.done.done():
+                lease.done.set_exception(error)
             return
-        if self._by_sample.get(sample.id) is not out or out.seating.pop(sample.id, None) is None:
-            self._router.release(ticket)
+        if self._by_sample.get(sample.id) is not lease or lease.reserving.pop(sample.id, None) is None:
+            self._router.release(reservation)
             return
-        out.moved[sample.id] = ticket
-        out.seatless.discard(sample.id)
-        self._lines[out.worker].post(EngineAssignment(sample.id, ticket.engine, self.version))
+        lease.reassigned[sample.id] = reservation
+        lease.without_slot.discard(sample.id)
+        self._channels[lease.worker].post(EngineAssignment(sample.id, reservation.engine, self.version))
 
     def _count_scoring(self, change: int) -> None:
         self._scoring += change
-        if not self._scoring_most:
+        if not self._max_scoring:
             return
-        full, now = self._scoring >= self._scoring_most, asyncio.get_running_loop().time()
-        if full and self._full_since is None:
-            self._full_since = now
+        is_full, now = self._scoring >= self._max_scoring, asyncio.get_running_loop().time()
+        if is_full and self._backpressure_since_s is None:
+            self._backpressure_since_s = now
             self._router.pause_admission(True, "verdicts")
-        elif not full and self._full_since is not None:
-            self._full_s += now - self._full_since
-            self._full_since = None
+        elif not is_full and self._backpressure_since_s is not None:
+            self._backpressure_s += now - self._backpressure_since_s
+            self._backpressure_since_s = None
             self._router.pause_admission(False, "verdicts")
 
     def _fail(self, worker: int, error: Exception) -> None:
-        for out in self._out.values():
-            if out.worker == worker and not out.done.done():
-                out.done.set_exception(error)
+        for lease in self._in_flight.values():
+            if lease.worker == worker and not lease.done.done():
+                lease.done.set_exception(error)

@@ -40,26 +40,26 @@ class RolloutBatch:
         return [sample for group in self.groups for sample in group.samples]
 
     @property
-    def trained(self) -> list[Sample]:
+    def trained_samples(self) -> list[Sample]:
         """The samples of the batch; after the update, without those that the trainer left out."""
         return [sample for group in self.kept for sample in group.samples if sample.state in ("kept", "trained")]
 
-    def fates(self) -> list[FinalState]:
+    def final_states(self) -> list[FinalState]:
         """Final states of all samples. Before the update, samples of the batch are listed as `trained`, although the
         trainer may still leave some out."""
-        ends = {sample.id: FinalState(sample.id, sample.state, sample.reason) for sample in self.samples}
+        states = {sample.id: FinalState(sample.id, sample.state, sample.reason) for sample in self.samples}
         for group in self.kept:
-            ends |= {
+            states |= {
                 sample.id: FinalState(sample.id, "trained", "") for sample in group.samples if sample.state == "kept"
             }
             if group.baseline is not None:
-                ends[group.baseline.id] = FinalState(group.baseline.id, "dropped", BASELINE)
-        return list(ends.values())
+                states[group.baseline.id] = FinalState(group.baseline.id, "dropped", BASELINE)
+        return list(states.values())
 
     @property
     def ages(self) -> list[int]:
         """Staleness of each sample of the batch in versions, by its oldest token."""
-        return [self.version - sample.oldest for sample in self.trained if sample.oldest is not None]
+        return [self.version - sample.oldest for sample in self.trained_samples if sample.oldest is not None]
 
 
 @dataclass
@@ -72,16 +72,16 @@ class StepCounters:
     rejected: int = 0
 
     def count(self, reason: str, domain: str) -> None:
-        kind = kind_of(reason)
+        kind = reason_kind(reason)
         self.reasons[kind] += 1
         self.by_domain.setdefault(domain, Counter())[kind] += 1
 
-    def end(self, group: Group, reason: str) -> None:
+    def count_group(self, group: Group, reason: str) -> None:
         self.ended.append(group)
         self.count(reason, group.task.domain)
 
 
-def kind_of(reason: str) -> str:
+def reason_kind(reason: str) -> str:
     """A reason without its group-specific details, for counting."""
     return (
         reason.partition(":")[0] if reason.startswith(("stale", "mean reward", "solve rate", "quarantined")) else reason
@@ -93,20 +93,20 @@ def baselines(groups: Sequence[Group]) -> Array:
     return np.array([g.baseline.reward for g in groups if g.baseline is not None for _ in g.scored])
 
 
-def too_few(needed: int) -> str:
+def too_few_reason(needed: int) -> str:
     if needed == 1:
         return "no sample could be judged"
     return f"fewer than {'two' if needed == 2 else needed} samples could be judged"
 
 
-def refuse_total_failure(groups: list[Group]) -> None:
+def raise_if_all_failed(groups: list[Group]) -> None:
     """Raises `RunError` if every sample failed."""
     samples = [sample for group in groups for sample in group.samples if not sample.greedy]
     reasons = [sample.reason for sample in samples if sample.state == "failed"]
     if len(reasons) < len(samples) or not samples:
         return
-    commonest = max(set(reasons), key=reasons.count)
+    most_common = max(set(reasons), key=reasons.count)
     raise RunError(
         f"all {len(samples)} samples of the step failed, so there is nothing to train on; "
-        f"the reason of {reasons.count(commonest)} of them: {commonest}"
+        f"the reason of {reasons.count(most_common)} of them: {most_common}"
     )

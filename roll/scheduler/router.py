@@ -8,7 +8,7 @@ their device is needed for something else, die, and are added again.
 
 Invariants: when `drain` returns, the engine has no samples, and it gets none until `add_engine`; no group waits while an
 open engine has free slots (and admission is not paused); an engine exceeds its limits by at most one group, apart from
-samples that return to it with `take`.
+samples that return to it with `reserve_on`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SlotReservation:
 
 
 @dataclass(order=True)
-class _Want:
+class _PendingReservation:
     rank: tuple[int, int, int]
     samples: int = field(compare=False)
     reservation: asyncio.Future[SlotReservation] = field(compare=False)
@@ -66,31 +66,31 @@ class Router:
         """`max_running` and `kv_tokens` are limits per engine, 0 for none; `expected_tokens` is the first estimate of a
         sample's length. A reservation fails if nothing changes on any engine for `deadline_s`."""
         self._engines = [_Engine() for _ in range(engines)]
-        self._inside = set(range(engines))
+        self._open_engines = set(range(engines))
         self._deadline_s = deadline_s
         self._max_running = max_running
         self._kv_tokens = kv_tokens
-        self._seen = self._expected = expected_tokens
+        self._mean_tokens = self._expected_tokens = expected_tokens
         """Running mean of the samples' lengths in tokens, and the length that all engines are scored with."""
-        self._waiting: list[_Want] = []
+        self._waiting: list[_PendingReservation] = []
         self._next_fifo_key = 0
-        self._held: set[str] = set()
-        self._moves = 0
+        self._pause_reasons: set[str] = set()
+        self._changes = 0
         self._changed = asyncio.Event()
-        self._least: list[tuple[float, float, int]] = []
+        self._fullness_heap: list[tuple[float, float, int]] = []
         """Heap of engines by fullness; outdated entries are skipped."""
-        self._keys: list[tuple[float, float, int]] = []
+        self._fullness: list[tuple[float, float, int]] = []
         self._rebuild()
 
     @property
-    def inside(self) -> frozenset[int]:
+    def open_engines(self) -> frozenset[int]:
         """Engines that accept groups."""
-        return frozenset(self._inside)
+        return frozenset(self._open_engines)
 
     @property
     def waiting(self) -> int:
         """Reservations that are waiting for slots."""
-        return sum(not want.reservation.done() for want in self._waiting)
+        return sum(not pending.reservation.done() for pending in self._waiting)
 
     def running(self, engine: int) -> int:
         """Reserved slots on an engine."""
@@ -100,156 +100,158 @@ class Router:
         """Reserves one slot per sample on one engine. A higher priority is served first, then a lower `fifo_key`."""
         self._next_fifo_key += 1
         rank = (-priority, self._next_fifo_key if fifo_key is None else fifo_key, self._next_fifo_key)
-        want = _Want(rank, samples, asyncio.get_running_loop().create_future())
-        heapq.heappush(self._waiting, want)
-        self._settle()
+        pending = _PendingReservation(rank, samples, asyncio.get_running_loop().create_future())
+        heapq.heappush(self._waiting, pending)
+        self._serve_waiting()
         try:
-            return await self._patiently(want)
+            return await self._wait_for(pending)
         except asyncio.CancelledError:
-            if want.reservation.done() and not want.reservation.cancelled():
-                self.release(want.reservation.result())
-            want.reservation.cancel()
+            if pending.reservation.done() and not pending.reservation.cancelled():
+                self.release(pending.reservation.result())
+            pending.reservation.cancel()
             raise
 
-    def take(self, engine: int) -> SlotReservation:
+    def reserve_on(self, engine: int) -> SlotReservation:
         """Reserves a slot on the engine that holds a sample's earlier turns, at once, even if the engine is full."""
-        there = self._engines[engine]
-        there.running += 1
-        there.since += 1
+        state = self._engines[engine]
+        state.running += 1
+        state.since += 1
         self._push(engine)
-        return SlotReservation(engine, there.incarnation, 1)
+        return SlotReservation(engine, state.incarnation, 1)
 
-    def release(self, ticket: SlotReservation, samples: int | None = None) -> None:
+    def release(self, reservation: SlotReservation, samples: int | None = None) -> None:
         """Releases slots, by default all that are left. Has no effect on an engine that has died since."""
-        engine = self._engines[ticket.engine]
-        count = ticket.samples if samples is None else min(samples, ticket.samples)
-        ticket.samples -= count
-        if ticket.incarnation != engine.incarnation or not count:
+        engine = self._engines[reservation.engine]
+        count = reservation.samples if samples is None else min(samples, reservation.samples)
+        reservation.samples -= count
+        if reservation.incarnation != engine.incarnation or not count:
             return
         engine.running -= count
         engine.since = min(engine.since, engine.running)
         if not engine.running and engine.cached is not None:
             engine.cached = 0
-        self._notice(ticket.engine)
+        self._engine_changed(reservation.engine)
 
-    def learn(self, tokens: int) -> None:
+    def observe_length(self, tokens: int) -> None:
         """Updates the expected length with the total tokens of a finished sample (exponential moving average)."""
-        self._seen += (tokens - self._seen) * 0.01
-        if abs(self._seen - self._expected) > _DRIFT * self._expected:
-            self._expected = self._seen
+        self._mean_tokens += (tokens - self._mean_tokens) * 0.01
+        if abs(self._mean_tokens - self._expected_tokens) > _DRIFT * self._expected_tokens:
+            self._expected_tokens = self._mean_tokens
             self._rebuild()
-            self._settle()
+            self._serve_waiting()
 
     def report(self, engine: int, cached_tokens: int) -> None:
         """Records how many tokens an engine has in its KV cache."""
         self._engines[engine].cached, self._engines[engine].since = cached_tokens, 0
-        self._notice(engine)
+        self._engine_changed(engine)
 
-    def pause_admission(self, held: bool, why: str = "weights") -> None:
+    def pause_admission(self, paused: bool, reason: str = "weights") -> None:
         """Pauses (`held`) or resumes admission for one reason. No slots are reserved while any reason is active."""
-        if held:
-            self._held.add(why)
+        if paused:
+            self._pause_reasons.add(reason)
         else:
-            self._held.discard(why)
-            self._settle()
+            self._pause_reasons.discard(reason)
+            self._serve_waiting()
 
     def close_engine(self, engine: int) -> None:
         """Stops sending new groups to the engine."""
-        self._inside.discard(engine)
+        self._open_engines.discard(engine)
 
     async def drain(self, engine: int) -> None:
         """Stops sending new groups to the engine and returns once it has no samples."""
         self.close_engine(engine)
-        await self._until(lambda: self._engines[engine].running == 0, f"engine {engine} has not finished its samples")
+        await self._wait_until(
+            lambda: self._engines[engine].running == 0, f"engine {engine} has not finished its samples"
+        )
 
     def mark_dead(self, engine: int) -> None:
         """The engine died: it gets no groups until `add_engine`, and its reservations are void."""
-        self._inside.discard(engine)
+        self._open_engines.discard(engine)
         self._engines[engine] = _Engine(incarnation=self._engines[engine].incarnation + 1)
-        self._notice(engine)
+        self._engine_changed(engine)
 
     def add_engine(self, engine: int) -> None:
-        self._inside.add(engine)
-        self._notice(engine)
+        self._open_engines.add(engine)
+        self._engine_changed(engine)
 
-    async def _patiently(self, want: _Want) -> SlotReservation:
+    async def _wait_for(self, pending: _PendingReservation) -> SlotReservation:
         while True:
-            moves = self._moves
-            done, _ = await asyncio.wait([want.reservation], timeout=self._deadline_s)
+            changes = self._changes
+            done, _ = await asyncio.wait([pending.reservation], timeout=self._deadline_s)
             if done:
-                return want.reservation.result()
-            if self._moves == moves:
-                want.reservation.cancel()
-                why = "engines are full and nothing ends" if self._inside else "no engine has joined"
-                raise RunError(f"{why} for {self._deadline_s:g} s")
+                return pending.reservation.result()
+            if self._changes == changes:
+                pending.reservation.cancel()
+                problem = "engines are full and nothing ends" if self._open_engines else "no engine has joined"
+                raise RunError(f"{problem} for {self._deadline_s:g} s")
 
-    def _settle(self) -> None:
+    def _serve_waiting(self) -> None:
         """Serves waiting reservations until the least full engine has no free slots."""
-        while self._waiting and not self._held:
+        while self._waiting and not self._pause_reasons:
             if self._waiting[0].reservation.done():
                 heapq.heappop(self._waiting)
                 continue
             best = self._least_full()
-            if best is None or not self._has_room(best, self._waiting[0].samples):
+            if best is None or not self._has_capacity(best, self._waiting[0].samples):
                 return
-            want = heapq.heappop(self._waiting)
+            pending = heapq.heappop(self._waiting)
             engine = self._engines[best]
-            engine.running += want.samples
-            engine.since += want.samples
+            engine.running += pending.samples
+            engine.since += pending.samples
             self._push(best)
-            want.reservation.set_result(SlotReservation(best, engine.incarnation, want.samples))
+            pending.reservation.set_result(SlotReservation(best, engine.incarnation, pending.samples))
 
-    def _has_room(self, number: int, samples: int) -> bool:
+    def _has_capacity(self, number: int, samples: int) -> bool:
         engine = self._engines[number]
         if engine.running == 0:
             return True
         if self._max_running and engine.running >= self._max_running:
             return False
-        return not self._kv_tokens or self._load(engine) + samples * self._expected <= _KV_MARGIN * self._kv_tokens
+        return not self._kv_tokens or self._load(engine) + samples * self._expected_tokens <= _KV_MARGIN * self._kv_tokens
 
     def _load(self, engine: _Engine) -> float:
         """Expected tokens in its KV cache: the reported ones plus those of the slots reserved since."""
         if engine.cached is None:
-            return engine.running * self._expected
-        return engine.cached + engine.since * self._expected
+            return engine.running * self._expected_tokens
+        return engine.cached + engine.since * self._expected_tokens
 
-    def _key(self, number: int) -> tuple[float, float, int]:
+    def _fullness_of(self, number: int) -> tuple[float, float, int]:
         engine = self._engines[number]
         load = self._load(engine)
-        full = engine.running / self._max_running if self._max_running else 0.0
+        fullness = engine.running / self._max_running if self._max_running else 0.0
         if self._kv_tokens:
-            full = max(full, load / self._kv_tokens)
-        return full, load, number
+            fullness = max(fullness, load / self._kv_tokens)
+        return fullness, load, number
 
     def _least_full(self) -> int | None:
-        heap = self._least
-        while heap and (heap[0] != self._keys[heap[0][2]] or heap[0][2] not in self._inside):
+        heap = self._fullness_heap
+        while heap and (heap[0] != self._fullness[heap[0][2]] or heap[0][2] not in self._open_engines):
             heapq.heappop(heap)
         return heap[0][2] if heap else None
 
     def _push(self, number: int) -> None:
-        if len(self._least) > 4 * len(self._engines) + 64:
+        if len(self._fullness_heap) > 4 * len(self._engines) + 64:
             self._rebuild()
-        self._keys[number] = self._key(number)
-        heapq.heappush(self._least, self._keys[number])
+        self._fullness[number] = self._fullness_of(number)
+        heapq.heappush(self._fullness_heap, self._fullness[number])
 
     def _rebuild(self) -> None:
-        self._keys = [self._key(number) for number in range(len(self._engines))]
-        self._least = [self._keys[number] for number in sorted(self._inside)]
-        heapq.heapify(self._least)
+        self._fullness = [self._fullness_of(number) for number in range(len(self._engines))]
+        self._fullness_heap = [self._fullness[number] for number in sorted(self._open_engines)]
+        heapq.heapify(self._fullness_heap)
 
-    def _notice(self, number: int) -> None:
+    def _engine_changed(self, number: int) -> None:
         """Called when an engine's load or membership changed: serves waiting reservations and wakes `drain`."""
-        self._moves += 1
+        self._changes += 1
         self._push(number)
-        self._settle()
+        self._serve_waiting()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def _until(self, holds: Callable[[], bool], otherwise: str) -> None:
+    async def _wait_until(self, condition: Callable[[], bool], problem: str) -> None:
         try:
             async with asyncio.timeout(self._deadline_s):
-                while not holds():
+                while not condition():
                     await self._changed.wait()
         except TimeoutError:
-            raise RunError(f"{otherwise} for {self._deadline_s:g} s") from None
+            raise RunError(f"{problem} for {self._deadline_s:g} s") from None

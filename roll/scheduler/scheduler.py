@@ -33,7 +33,7 @@ from roll.config.errors import RunError
 from roll.config.schema import RolloutConfig
 from roll.data.sample import Group, Sample
 from roll.data.task import Task
-from roll.rollout.buffer_checkpoint import groups_by_part, samples_by_part, saved, unfinished
+from roll.rollout.buffer_checkpoint import buffer_state, groups_by_part, samples_by_part, unfinished_groups
 from roll.rollout.lifecycle import ENDS, Lifecycle
 from roll.rollout.messages import SampleCommand
 from roll.scheduler.batch_selection import BatchSelector
@@ -47,13 +47,13 @@ from roll.scheduler.rollout_result import (
     RolloutBatch,
     StepCounters,
     baselines,
-    kind_of,
-    refuse_total_failure,
-    too_few,
+    raise_if_all_failed,
+    reason_kind,
+    too_few_reason,
 )
 from roll.scheduler.task_sampler import BatchPolicy, TaskDraw, TaskSampler
 
-MOST_SKIPS = 100_000
+MAX_SKIPS = 100_000
 """Consecutive draws of the task sampler that may be skipped before the run stops with an error."""
 
 
@@ -62,11 +62,11 @@ class RolloutScheduler:
 
     def __init__(
         self,
-        order: TaskSampler,
+        task_sampler: TaskSampler,
         pool: RolloutPool,
         lifecycle: Lifecycle,
         config: RolloutConfig,
-        keep: Filter,
+        group_filter: Filter,
         *,
         policy: Policy | None = None,
         version: int = 0,
@@ -77,21 +77,21 @@ class RolloutScheduler:
         """`siblings_needed`: scored samples that a group needs to be trained on: two if the algorithm compares samples of
         a group with each other, else one. `greedy_baseline`: adds a greedy sample to each group, whose reward is the
         baseline. `temperatures`: sampling temperature of the domains that override `rollout.temperature`."""
-        self._task_sampler = order
+        self._task_sampler = task_sampler
         self._pool = pool
         self._lifecycle = lifecycle
         self._config = config
-        self._filter = keep
-        self._needed = siblings_needed
+        self._group_filter = group_filter
+        self._siblings_needed = siblings_needed
         self._greedy_baseline = greedy_baseline
         self._temperatures = temperatures or {}
         self._version = pool.version = version
         self._group_table = GroupTable()
-        self._tally = StepCounters()
-        self._shape = BatchPolicy()
-        self._policy = PolicyRunner(policy, config.policy, SchedulerControl(self, self._closing))
+        self._counters = StepCounters()
+        self._batch_policy = BatchPolicy()
+        self._policy = PolicyRunner(policy, config.policy, SchedulerControl(self, self._batch_selector))
         self._stepping = False
-        self._carriers = GroupTasks(self._carry, self._judge, self._over)
+        self._group_tasks = GroupTasks(self._run_group, self._group_judged, self._group_task_ended)
         self._changed = asyncio.Event()
         self._error: Exception | None = None
         self._kills: dict[str, float] = {}
@@ -105,14 +105,14 @@ class RolloutScheduler:
 
     async def next_rollout(self) -> RolloutBatch:
         """Returns the batch of one step. Raises `RunError` if every sample failed."""
-        self._shape = self._task_sampler.begin_step()
+        self._batch_policy = self._task_sampler.begin_step()
         self._stepping = True
         try:
             while True:
                 self._fill()
-                self._policy.look()
-                chosen = await self._chosen()
-                rollout = await self._taken(chosen)
+                self._policy.poll()
+                chosen = await self._select_groups()
+                rollout = await self._take_batch(chosen)
                 if rollout is not None:
                     return rollout
         except BaseException:
@@ -127,7 +127,7 @@ class RolloutScheduler:
         for group in sorted(self._group_table.waiting, key=lambda group: group.index):
             self._drop(group, "ended: the run stopped before it was trained on")
             if group.epoch >= 0:
-                self._task_sampler.give_back(group.task, group.epoch)
+                self._task_sampler.requeue(group.task, group.epoch)
         await self.close()
 
     async def close(self) -> None:
@@ -138,12 +138,12 @@ class RolloutScheduler:
     async def halt(self) -> None:
         """Cancels the tasks of all open groups and starts no new ones, even if a worker dies. Open groups keep their
         state; ready groups can still be saved."""
-        await self._carriers.halt(self.open_groups)
+        await self._group_tasks.halt(self.open_groups)
 
-    def trained(self, rollout: RolloutBatch, version: int, untrained: Mapping[str, str] | None = None) -> None:
+    def mark_trained(self, rollout: RolloutBatch, version: int, untrained: Mapping[str, str] | None = None) -> None:
         """Records that the update to weights `version` used this batch, and issues new groups. Samples in `untrained`
         were left out of the update and are dropped with the reason given there."""
-        for sample in rollout.trained:
+        for sample in rollout.trained_samples:
             if untrained and (reason := untrained.get(sample.id)):
                 self._lifecycle.move(sample, "dropped", reason)
             else:
@@ -151,23 +151,23 @@ class RolloutScheduler:
         for group in rollout.kept:
             if group.baseline is not None:
                 self._lifecycle.move(group.baseline, "dropped", BASELINE)
-        self._group_table.trained(rollout.kept)
+        self._group_table.remove_trained(rollout.kept)
         self._fill()
 
-    def give_back(self, rollout: RolloutBatch, reason: str) -> None:
+    def requeue_batch(self, rollout: RolloutBatch, reason: str) -> None:
         """Requeues the groups of a batch whose tokens were lost before the update."""
         for group in rollout.kept:
-            self._run_again(group, reason)
-        self._tally.ended = [g for g in rollout.groups if g not in rollout.kept] + self._tally.ended
+            self._requeue_group(group, reason)
+        self._counters.ended = [g for g in rollout.groups if g not in rollout.kept] + self._counters.ended
 
     def before_publish(self, version: int) -> None:
         """Drops the open and ready groups that will be too old once the engines serve `version`. With
         `staleness_policy: mask` a group stays if it has tokens that are new enough."""
         for group in self._group_table.waiting:
-            if stale := self._stale(group, version):
+            if stale := self._stale_reason(group, version):
                 self._drop(group, stale)
 
-    def _stale(self, group: Group, version: int) -> str:
+    def _stale_reason(self, group: Group, version: int) -> str:
         """Returns why a group is too old to be trained on at a version, or an empty string. The version of its newest
         tokens is known only for scored samples; without any, a group counts as new with `staleness_policy: mask`."""
         limit, oldest = version - self._config.max_staleness, group.oldest
@@ -178,7 +178,7 @@ class RolloutScheduler:
             return ""
         return f"stale: {version - oldest} versions old at version {version}"
 
-    def published(self, version: int) -> None:
+    def after_publish(self, version: int) -> None:
         """Called when the engines serve this version of the weights: drops groups that are too old, issues new ones."""
         self._version = self._pool.version = version
         self.before_publish(version)  # again, for groups that were issued during the weight sync
@@ -188,7 +188,7 @@ class RolloutScheduler:
         """A rollout worker died: requeues the ready groups whose tokens it held. The pool restarts the open groups."""
         for group in list(self._group_table.ready.values()):
             if any(self._pool.tokens.locate(sample) in (worker, None) for sample in group.scored):
-                self._run_again(group, reason)
+                self._requeue_group(group, reason)
 
     # Commands of policies
 
@@ -204,31 +204,31 @@ class RolloutScheduler:
         self._fill()
 
     def _drop(self, group: Group, reason: str) -> None:
-        self._carriers.cancel(group)
+        self._group_tasks.cancel(group)
         self._group_table.drop(group)
         self._record_end(group, reason)
         self._changed.set()
 
-    def stop(self, sample: Sample, reason: str) -> bool:
+    def drop_sample(self, sample: Sample, reason: str) -> bool:
         """Drops one sample of an open group. Returns False if no rollout worker has the sample."""
-        return self._pool.stop(SampleCommand(sample.id, "drop", reason))
+        return self._pool.send_command(SampleCommand(sample.id, "drop", reason))
 
-    def end(self, sample: Sample, reason: str) -> bool:
+    def end_response(self, sample: Sample, reason: str) -> bool:
         """Ends a response that is being generated; it is scored as it stands. Returns False if no rollout worker has the
         sample."""
-        return self._pool.stop(SampleCommand(sample.id, "end", reason))
+        return self._pool.send_command(SampleCommand(sample.id, "end", reason))
 
     def requeue(self, sample: Sample, reason: str) -> bool:
         """Aborts a response on its engine and requeues it; it resumes from its prefix when it gets a slot again."""
-        return self._pool.stop(SampleCommand(sample.id, "requeue", reason))
+        return self._pool.send_command(SampleCommand(sample.id, "requeue", reason))
 
     def reprioritise(self, group: Group, priority: int) -> None:
         """Sets a group's priority. Groups with a higher priority get engine slots first."""
         group.priority = priority
         for sample in group.samples:
             sample.priority = priority
-        if group.index in self._group_table.open and not self._pool.has(str(group.index)):
-            self._carriers.start(group, after=self._carriers.cancel(group))
+        if group.index in self._group_table.open and not self._pool.has_lease(str(group.index)):
+            self._group_tasks.start(group, after=self._group_tasks.cancel(group))
 
     @property
     def open_groups(self) -> list[Group]:
@@ -245,7 +245,7 @@ class RolloutScheduler:
             "next_group": self.next_group,
             "kills": dict(self._kills),
             "lengths": list(self._lengths),
-            **saved(self._group_table.oldest_ready(), self._group_table.unready(), self._pool.tokens.locate),
+            **buffer_state(self._group_table.ready_in_order(), self._group_table.not_ready(), self._pool.tokens.locate),
         }
 
     async def save(self, folder: Path, state: dict[str, Any]) -> None:
@@ -265,11 +265,11 @@ class RolloutScheduler:
             await self._pool.tokens.load(folder, parts)
         for group in (group for groups in parts.values() for group in groups):
             if all(self._pool.tokens.locate(sample) is not None for sample in group.scored):
-                self._group_table.requeue(group)
-        for lost in unfinished(state, self._group_table.ready):
-            self._lifecycle.close_unfinished(lost.samples, "resumed: its group is issued again")
-            if lost.epoch >= 0:
-                self._task_sampler.give_back(by_id[lost.task], lost.epoch)
+                self._group_table.add_ready(group)
+        for unfinished in unfinished_groups(state, self._group_table.ready):
+            self._lifecycle.close_unfinished(unfinished.samples, "resumed: its group is issued again")
+            if unfinished.epoch >= 0:
+                self._task_sampler.requeue(by_id[unfinished.task], unfinished.epoch)
 
     # Issuing
 
@@ -278,7 +278,7 @@ class RolloutScheduler:
         if not self._stepping and not self._config.max_staleness:
             return
         skips = 0
-        while self._group_table.charged < self._room() and self._error is None:
+        while self._group_table.in_flight < self._capacity() and self._error is None:
             draw = self._task_sampler.next()
             skip = draw.skip or self._quarantine(draw.task)
             if not skip:
@@ -287,16 +287,16 @@ class RolloutScheduler:
                 continue
             self._skip(draw, skip)
             skips += 1
-            if skips > MOST_SKIPS:
+            if skips > MAX_SKIPS:
                 raise RunError(f"{skips} tasks in a row were skipped; the last reason: {skip}")
 
-    def _room(self) -> int:
+    def _capacity(self) -> int:
         """The in-flight limit in groups. Each rejection beyond `max_replacements` lowers it by one, so that it is not
         replaced."""
         wanted = self._config.groups_per_step
         bound = int(wanted * self._config.max_replacements + 1e-9)
-        capacity = wanted * (self._config.max_staleness + 1) + int(wanted * self._shape.oversample + 1e-9)
-        return capacity - max(0, self._tally.rejected - bound)
+        capacity = wanted * (self._config.max_staleness + 1) + int(wanted * self._batch_policy.oversample + 1e-9)
+        return capacity - max(0, self._counters.rejected - bound)
 
     def _issue(self, draw: TaskDraw, priority: int) -> Group:
         index = self.next_group
@@ -315,7 +315,7 @@ class RolloutScheduler:
         for sample in samples:
             self._lifecycle.move(sample, "queued", **({**said, "greedy": True} if sample.greedy else said))
         self._group_table.issue(group)
-        self._carriers.start(group)
+        self._group_tasks.start(group)
         return group
 
     def _skip(self, draw: TaskDraw, reason: str) -> None:
@@ -325,7 +325,7 @@ class RolloutScheduler:
         sample = Sample(f"{index}.0", draw.task, index, self._temperature(draw.task))
         self._lifecycle.move(sample, "queued", task=draw.task.id, group=index, domain=draw.task.domain)
         self._lifecycle.move(sample, "dropped", reason)
-        self._tally.count(reason, draw.task.domain)
+        self._counters.count(reason, draw.task.domain)
 
     def _temperature(self, task: Task) -> float:
         return self._temperatures.get(task.domain, self._config.temperature)
@@ -334,21 +334,21 @@ class RolloutScheduler:
         kills, most = self._kills.get(task.id, 0.0), self._config.quarantine_after
         return f"quarantined: it has killed or hung {kills:g} workers" if kills >= most - 1e-6 else ""
 
-    async def _carry(self, group: Group) -> None:
+    async def _run_group(self, group: Group) -> None:
         samples = [sample for sample in group.samples if sample.state == "queued"]
-        await self._pool.run(str(group.index), samples, self._lifecycle, priority=group.priority, order=group.index)
+        await self._pool.run(str(group.index), samples, self._lifecycle, priority=group.priority, fifo_key=group.index)
 
-    def _over(self, error: Exception | None) -> None:
+    def _group_task_ended(self, error: Exception | None) -> None:
         self._error = self._error or error
         self._changed.set()
 
-    def _run_again(self, group: Group, reason: str) -> None:
+    def _requeue_group(self, group: Group, reason: str) -> None:
         group.version = self._version
-        self._group_table.release(group)
+        self._group_table.reopen(group)
         lost = [sample for sample in group.samples if sample.state != "dropped"]
-        self._pool.let_go(lost)
+        self._pool.release_tokens(lost)
         if self._pool.restart_samples(lost, self._lifecycle, reason):
-            self._carriers.start(group)
+            self._group_tasks.start(group)
         else:
             self._group_table.drop(group)
             self._record_end(group, reason)
@@ -356,82 +356,82 @@ class RolloutScheduler:
 
     # Filtering
 
-    def _judge(self, group: Group) -> None:
+    def _group_judged(self, group: Group) -> None:
         """Moves a group whose samples are all judged to `ready`, or drops it and issues another."""
         scored = group.scored
         if kills := sum(sample.kills for sample in group.samples):
             self._kills[group.task.id] = self._kills.get(group.task.id, 0.0) + kills
-        self._task_sampler.judged(group.task, [s.reward for s in scored], [s.response_tokens for s in scored])
+        self._task_sampler.on_group_judged(group.task, [s.reward for s in scored], [s.response_tokens for s in scored])
         self._lengths[0] += len(scored)
         self._lengths[1] += sum(sample.response_tokens for sample in scored)
         reason = self._reason_to_drop(group)
-        stale = self._stale(group, self._version) if self._config.staleness_policy == "mask" else ""
+        stale = self._stale_reason(group, self._version) if self._config.staleness_policy == "mask" else ""
         if reason is None and not stale:
             self._group_table.finish(group)
         else:
             self._group_table.drop(group)
             self._record_end(group, reason or stale)
-            self._tally.rejected += reason is not None
+            self._counters.rejected += reason is not None
             self._fill()
-        self._policy.judged(group)
+        self._policy.on_group_judged(group)
 
     def _reason_to_drop(self, group: Group) -> str | None:
-        if len(group.scored) < self._needed:
-            return too_few(self._needed)
+        if len(group.scored) < self._siblings_needed:
+            return too_few_reason(self._siblings_needed)
         if group.baseline is not None and group.baseline.state != "scored":
             return "no baseline: the greedy answer could not be judged"
-        return self._filter(group)
+        return self._group_filter(group)
 
     def _record_end(self, group: Group, reason: str) -> None:
         for sample in group.samples:
             if sample.state not in ENDS:
                 self._lifecycle.move(sample, "dropped", reason)
-        self._tally.end(group, reason)
+        self._counters.count_group(group, reason)
 
     # Batch selection
 
-    def _closing(self) -> BatchSelector:
-        return BatchSelector(self._group_table, self._config, self._shape, self._version)
+    def _batch_selector(self) -> BatchSelector:
+        return BatchSelector(self._group_table, self._config, self._batch_policy, self._version)
 
-    async def _chosen(self) -> list[Group]:
+    async def _select_groups(self) -> list[Group]:
         """Waits until the batch of the step is complete and returns its groups."""
-        late_s: float | None = None
+        late_since_s: float | None = None
         clock = asyncio.get_running_loop()
         while True:
             if self._error is not None:
                 raise self._error
-            step = self._closing()
-            late = step.waits_for_late()
-            if not self._group_table.open or (step.enough() and not late):
-                return step.pick()
-            left_s = None
+            selector = self._batch_selector()
+            late = selector.waits_for_late()
+            if not self._group_table.open or (selector.has_enough() and not late):
+                return selector.pick()
+            remaining_s = None
             if late and len(self._group_table.ready) >= self._config.groups_per_step:
-                late_s = late_s or clock.time()
-                left_s = late_s + self._config.staleness_timeout_s - clock.time()
-                if left_s <= 0:
+                late_since_s = late_since_s or clock.time()
+                remaining_s = late_since_s + self._config.staleness_timeout_s - clock.time()
+                if remaining_s <= 0:
                     self._drop_late()
                     continue
-            await self._wait_for_change(left_s)
+            await self._wait_for_change(remaining_s)
 
     async def _wait_for_change(self, limit_s: float | None) -> None:
         """Returns when a group was dropped or its task ended, after `limit_s`, or when the policy is due. The wait is
         bounded because every call that a group waits for has a deadline."""
         self._changed.clear()
-        look_s = self._policy.left_s
+        poll_s = self._policy.next_poll_in_s
         try:
-            async with asyncio.timeout(min((s for s in (limit_s, look_s) if s is not None), default=None)):
+            async with asyncio.timeout(min((s for s in (limit_s, poll_s) if s is not None), default=None)):
                 await self._changed.wait()
         except TimeoutError:
             pass
-        if self._policy.left_s == 0:
-            self._policy.look()
+        if self._policy.next_poll_in_s == 0:
+            self._policy.poll()
 
     def _drop_late(self) -> None:
-        for group in self._closing().late():
+        for group in self._batch_selector().late_groups():
             self._drop(group, f"stale: not finished {self._config.staleness_timeout_s:g} s after its step was due")
         self._fill()
 
-    async def _taken(self, chosen: list[Group]) -> RolloutBatch | None:
+    async def _take_batch(self, chosen: list[Group]) -> RolloutBatch | None:
         """The batch of the step. Returns None if tokens of the chosen groups were lost: then they are requeued."""
         self._group_table.take(chosen)
         samples = [sample for group in chosen for sample in group.scored]
@@ -440,30 +440,32 @@ class RolloutScheduler:
             batch = await self._pool.tokens.batch(samples, mask_below) if samples else None
         except (RemoteError, KeyError) as error:
             for group in chosen:
-                self._run_again(group, f"tokens lost: {kind_of(str(error))}")
+                self._requeue_group(group, f"tokens lost: {reason_kind(str(error))}")
             return None
         if batch is not None and self._greedy_baseline:
             batch = batch.with_columns(baseline=baselines(chosen))
         for sample in samples:
             self._lifecycle.move(sample, "kept")
         if not self._config.max_staleness:
-            self._cut_the_rest()
-        tally, self._tally = self._tally, StepCounters()
-        ended = sorted([*tally.ended, *chosen], key=lambda group: group.index)
-        refuse_total_failure(ended)
+            self._drop_surplus()
+        counters, self._counters = self._counters, StepCounters()
+        ended = sorted([*counters.ended, *chosen], key=lambda group: group.index)
+        raise_if_all_failed(ended)
         return RolloutBatch(
-            batch, chosen, ended, dict(tally.reasons), tally.by_domain, self._version, self._bias(samples)
+            batch, chosen, ended, dict(counters.reasons), counters.by_domain, self._version, self._length_bias(samples)
         )
 
-    def _cut_the_rest(self) -> None:
+    def _drop_surplus(self) -> None:
         """On-policy, drops the groups that a full step does not need and returns their tasks to the sampler."""
         for group in self._group_table.waiting:
             running = group.index in self._group_table.open
             self._drop(group, "cut: the step was full before it ended" if running else "surplus: the step was full")
             if group.epoch >= 0:  # a policy's group has epoch -1: the sampler did not draw it
-                (self._task_sampler.cut if running else self._task_sampler.give_back)(group.task, group.epoch)
+                (self._task_sampler.requeue_unfinished if running else self._task_sampler.requeue)(
+                    group.task, group.epoch
+                )
 
-    def _bias(self, samples: list[Sample]) -> float:
+    def _length_bias(self, samples: list[Sample]) -> float:
         count, tokens = self._lengths
         if not samples or not tokens:
             return 0.0

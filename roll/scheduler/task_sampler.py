@@ -1,12 +1,12 @@
 """Task samplers: which task the next group gets, and how the batch of a step is filled and selected.
 
-The scheduler requests draws (`next`), reports their outcome (`give_back`, `cut`, `judged`) and saves the sampler's state
-with the run. A sampler never waits, never reads a clock and has no randomness beyond its seed: the same calls give the
-same draws.
+The scheduler requests draws (`next`), reports their outcome (`requeue`, `requeue_unfinished`, `on_group_judged`), and
+saves the sampler's state with the run. A sampler never waits, never reads a clock and has no randomness beyond its
+seed: the same calls give the same draws.
 
 `EpochSampler` is the base: every task exactly once per epoch. Other samplers are wrappers around it; each class changes
 one aspect and passes all other calls on. Invariant, through every wrapper: no draw of the base is lost or duplicated.
-Each is returned once, and once more for every time it was given back.
+Each is returned once, and once more for every time it was requeued.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TaskDraw:
     skip: str = ""
     """If not empty, the ledger records the task as dropped for this reason, and nothing is generated."""
     again: bool = False
-    """The draw was returned before and given back: it comes before new draws and is not skipped."""
+    """The draw was returned before and requeued: it comes before new draws and is not skipped."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class BatchPolicy:
 class TaskSampler(Protocol):
     """Chooses the next task; draws never end.
 
-    `epoch` identifies which draw of a task is meant; by default the task's newest one that is not already given back.
+    `epoch` identifies which draw of a task is meant; by default the task's newest one that is not already requeued.
     With more groups in flight than tasks, a task has several draws, and only the epoch distinguishes them.
     """
 
@@ -59,13 +59,13 @@ class TaskSampler(Protocol):
 
     def next(self) -> TaskDraw: ...
 
-    def give_back(self, task: Task, epoch: int | None = None) -> None:
+    def requeue(self, task: Task, epoch: int | None = None) -> None:
         """Returns a draw that was issued but neither trained on nor finally dropped; it comes again before new draws."""
 
-    def cut(self, task: Task, epoch: int | None = None) -> None:
+    def requeue_unfinished(self, task: Task, epoch: int | None = None) -> None:
         """Returns a draw whose group still ran when its step was full; the sampler decides when it comes again."""
 
-    def judged(self, task: Task, rewards: Sequence[float], tokens: Sequence[int]) -> None:
+    def on_group_judged(self, task: Task, rewards: Sequence[float], tokens: Sequence[int]) -> None:
         """Reports the reward and response length of each scored sample of a judged group."""
 
     def state(self) -> dict[str, Any]:
@@ -77,8 +77,8 @@ class TaskSampler(Protocol):
 class BaseSampler(TaskSampler, Protocol):
     """A task sampler that can be wrapped."""
 
-    def drawn(self, id: str) -> TaskDraw:
-        """The newest draw of the task with that id that is not given back. Also resolves task ids of a saved state."""
+    def last_draw(self, id: str) -> TaskDraw:
+        """The newest draw of the task with that id that is not requeued. Also resolves task ids of a saved state."""
 
 
 class EpochSampler:
@@ -86,7 +86,7 @@ class EpochSampler:
 
     Without weights all tasks are one pool. With weights every domain is a pool with its own epochs, and after n draws a
     domain of share w has had n·w of them, rounded down or up: `{math: 3, code: 1}` repeats math, math, code, math. Draws
-    that were given back come first, in the order they were given back, and do not count for their domain again.
+    that were requeued come first, in the order they were requeued, and do not count for their domain again.
 
     The epoch of a task's last draw is not stored: it is the pool's epoch, or the one before if the task is still to come
     in this epoch.
@@ -97,68 +97,70 @@ class EpochSampler:
         tasks: Sequence[Task],
         seed: int,
         weights: Mapping[str, float] | None = None,
-        shape: BatchPolicy | None = None,
+        batch_policy: BatchPolicy | None = None,
     ) -> None:
-        self._shape = shape or BatchPolicy()
-        self._weights = _whole(weights) if weights else {"": 1}
+        self._batch_policy = batch_policy or BatchPolicy()
+        self._weights = _integer_weights(weights) if weights else {"": 1}
         members = _by_domain(tasks, weights) if weights else {"": tasks}
         self._pools = {name: _Pool(members[name], f"{seed}/tasks/{name}".rstrip("/")) for name in self._weights}
-        self._at = {task.id: (pool, index) for pool in self._pools.values() for index, task in enumerate(pool.tasks)}
+        self._positions = {
+            task.id: (pool, index) for pool in self._pools.values() for index, task in enumerate(pool.tasks)
+        }
         self._returned: OrderedDict[tuple[str, int], TaskDraw] = OrderedDict()
-        self._tasks = f"{len(tasks)} tasks, {hashlib.sha256(json.dumps(list(self._at)).encode()).hexdigest()[:16]}"
+        self._tasks = f"{len(tasks)} tasks, {hashlib.sha256(json.dumps(list(self._positions)).encode()).hexdigest()[:16]}"
 
     def begin_step(self) -> BatchPolicy:
-        return self._shape
+        return self._batch_policy
 
     def next(self) -> TaskDraw:
         if self._returned:
             return self._returned.popitem(last=False)[1]
-        return self._pools[self._turn()].next()
+        return self._pools[self._next_pool()].next()
 
-    def give_back(self, task: Task, epoch: int | None = None) -> None:
-        draw = self.drawn(task.id) if epoch is None else TaskDraw(task, epoch)
-        assert draw.epoch >= 0, f"{task.id} came back, but was not drawn"
-        assert (task.id, draw.epoch) not in self._returned, f"{task.id} of epoch {draw.epoch} came back twice"
+    def requeue(self, task: Task, epoch: int | None = None) -> None:
+        draw = self.last_draw(task.id) if epoch is None else TaskDraw(task, epoch)
+        assert draw.epoch >= 0, f"{task.id} was requeued, but was not drawn"
+        assert (task.id, draw.epoch) not in self._returned, f"{task.id} of epoch {draw.epoch} was requeued twice"
         self._returned[task.id, draw.epoch] = replace(draw, again=True)
 
-    def cut(self, task: Task, epoch: int | None = None) -> None:
-        self.give_back(task, epoch)
+    def requeue_unfinished(self, task: Task, epoch: int | None = None) -> None:
+        self.requeue(task, epoch)
 
-    def judged(self, task: Task, rewards: Sequence[float], tokens: Sequence[int]) -> None:
+    def on_group_judged(self, task: Task, rewards: Sequence[float], tokens: Sequence[int]) -> None:
         """Has no effect on this sampler."""
 
-    def drawn(self, id: str) -> TaskDraw:
-        pool, index = self._at[id]
+    def last_draw(self, id: str) -> TaskDraw:
+        pool, index = self._positions[id]
         epoch = pool.epoch_of(index)
         while (id, epoch) in self._returned:
             epoch -= 1
         return TaskDraw(pool.tasks[index], epoch)
 
     def state(self) -> dict[str, Any]:
-        drawn = {name: pool.drawn for name, pool in self._pools.items()}
-        return {"tasks": self._tasks, "drawn": drawn, "returned": [list(key) for key in self._returned]}
+        draws = {name: pool.draws for name, pool in self._pools.items()}
+        return {"tasks": self._tasks, "drawn": draws, "returned": [list(key) for key in self._returned]}
 
     def restore(self, state: dict[str, Any]) -> None:
         if state["tasks"] != self._tasks:
             raise UserError(
-                f"the tasks are others than when the run was saved (then {state['tasks']}, now {self._tasks}): "
-                "a run goes on with the tasks it began with; write run.dir=OTHER to start one with these"
+                f"the tasks differ from those of the saved run (then {state['tasks']}, now {self._tasks}): "
+                "a run continues with the tasks it began with; write run.dir=OTHER to start one with these"
             )
         for name, pool in self._pools.items():
-            pool.drawn = state["drawn"][name]
+            pool.draws = state["drawn"][name]
         self._returned.clear()
         for id, epoch in state["returned"]:
-            pool, index = self._at[id]
-            self.give_back(pool.tasks[index], epoch)
+            pool, index = self._positions[id]
+            self.requeue(pool.tasks[index], epoch)
 
-    def _turn(self) -> str:
+    def _next_pool(self) -> str:
         """The pool of the next draw. Draw j of a pool of share w must be between (j - 1)/w and j/w: of the pools that may
         draw now, the one with the earliest deadline. (Always choosing the pool furthest behind its share is not enough:
         with weights 25, 23, 11, 7, 1, 1, 1 it ends up more than one draw off.)"""
-        drawn = {name: pool.drawn for name, pool in self._pools.items()}
-        whole, turn = sum(self._weights.values()), sum(drawn.values()) + 1
-        ready = [name for name, weight in self._weights.items() if drawn[name] * whole < turn * weight]
-        return min(ready, key=lambda name: -(-(drawn[name] + 1) * whole // self._weights[name]))
+        draws = {name: pool.draws for name, pool in self._pools.items()}
+        total, number = sum(self._weights.values()), sum(draws.values()) + 1
+        ready = [name for name, weight in self._weights.items() if draws[name] * total < number * weight]
+        return min(ready, key=lambda name: -(-(draws[name] + 1) * total // self._weights[name]))
 
 
 class _Pool:
@@ -166,21 +168,21 @@ class _Pool:
 
     def __init__(self, tasks: Sequence[Task], seed: str) -> None:
         self.tasks = tasks
-        self.drawn = 0
+        self.draws = 0
         self._seed = seed
         self._shuffled = -1
         self._order: list[int] = []
         self._rank: list[int] = []
 
     def next(self) -> TaskDraw:
-        epoch, position = divmod(self.drawn, len(self.tasks))
+        epoch, position = divmod(self.draws, len(self.tasks))
         self._shuffle(epoch)
-        self.drawn += 1
+        self.draws += 1
         return TaskDraw(self.tasks[self._order[position]], epoch)
 
     def epoch_of(self, index: int) -> int:
         """The epoch of the last draw of the task with that index; -1 if there was none."""
-        epoch, position = divmod(self.drawn, len(self.tasks))
+        epoch, position = divmod(self.draws, len(self.tasks))
         self._shuffle(epoch)
         return epoch if self._rank[index] < position else epoch - 1
 
@@ -195,7 +197,7 @@ class _Pool:
             self._rank[index] = position
 
 
-def _whole(weights: Mapping[str, float]) -> dict[str, int]:
+def _integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
     """The same proportions as integers (0.1 is exactly a tenth), sorted by domain."""
     for domain, weight in weights.items():
         if not (math.isfinite(weight) and weight > 0):
@@ -217,7 +219,7 @@ def _by_domain(tasks: Sequence[Task], weights: Mapping[str, float]) -> dict[str,
         )
     if missing := [domain for domain in have if domain not in weights]:
         raise UserError(
-            f"tasks.domain_weights says nothing of {_listed(missing)}, of which there are "
+            f"tasks.domain_weights has no entry for {_listed(missing)}, of which there are "
             f"{sum(len(have[domain]) for domain in missing)} tasks: write a weight for every domain"
         )
     return have
@@ -242,17 +244,17 @@ class SamplerWrapper:
     def next(self) -> TaskDraw:
         return self.base.next()
 
-    def give_back(self, task: Task, epoch: int | None = None) -> None:
-        self.base.give_back(task, epoch)
+    def requeue(self, task: Task, epoch: int | None = None) -> None:
+        self.base.requeue(task, epoch)
 
-    def cut(self, task: Task, epoch: int | None = None) -> None:
-        self.base.cut(task, epoch)
+    def requeue_unfinished(self, task: Task, epoch: int | None = None) -> None:
+        self.base.requeue_unfinished(task, epoch)
 
-    def judged(self, task: Task, rewards: Sequence[float], tokens: Sequence[int]) -> None:
-        self.base.judged(task, rewards, tokens)
+    def on_group_judged(self, task: Task, rewards: Sequence[float], tokens: Sequence[int]) -> None:
+        self.base.on_group_judged(task, rewards, tokens)
 
-    def drawn(self, id: str) -> TaskDraw:
-        return self.base.drawn(id)
+    def last_draw(self, id: str) -> TaskDraw:
+        return self.base.last_draw(id)
 
     def state(self) -> dict[str, Any]:
         return {"base": self.base.state()}
@@ -297,14 +299,14 @@ class SolveRateSampler(SamplerWrapper):
     def next(self) -> TaskDraw:
         draw = self.base.next()
         _, streak = self._seen.get(draw.task.id, (0.0, 0))
-        if draw.again or draw.skip or self._coin(draw) >= self._most * (1 - self._decay ** abs(streak)):
+        if draw.again or draw.skip or self._uniform(draw) >= self._most * (1 - self._decay ** abs(streak)):
             return draw
         return replace(draw, skip=f"solve rate {float(streak > 0):.2f}: nothing to learn from it now")
 
-    def judged(self, task: Task, rewards: Sequence[float], tokens: Sequence[int]) -> None:
+    def on_group_judged(self, task: Task, rewards: Sequence[float], tokens: Sequence[int]) -> None:
         if rewards:
             self._new_results.append((task.id, fmean(rewards)))
-        super().judged(task, rewards, tokens)
+        super().on_group_judged(task, rewards, tokens)
 
     def rates(self) -> dict[str, float]:
         """Exponentially weighted solve rate of every task judged before this step; 0 is `low`, 1 is `high`."""
@@ -319,7 +321,7 @@ class SolveRateSampler(SamplerWrapper):
         self._seen = {id: (rate, streak) for id, (rate, streak) in state["seen"].items()}
         self._new_results = [(id, mean) for id, mean in state["news"]]
 
-    def _coin(self, draw: TaskDraw) -> float:
+    def _uniform(self, draw: TaskDraw) -> float:
         """A pseudo-random number, uniform between 0 and 1."""
         text = f"{self._seed}/solve_rate/{draw.epoch}/{draw.task.id}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest()) / 2**56

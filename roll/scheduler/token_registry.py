@@ -25,75 +25,78 @@ from roll.rollout.worker import RolloutWorker
 
 
 class TokenRegistry:
-    def __init__(self, workers: Cluster[RolloutWorker], inside: AbstractSet[int]) -> None:
-        """`inside`: the live workers; the pool updates this set."""
+    def __init__(self, workers: Cluster[RolloutWorker], live_workers: AbstractSet[int]) -> None:
+        """`live_workers`: the live workers; the pool updates this set."""
         self._workers = workers
-        self._inside = inside
-        self._homes: dict[str, tuple[int, str]] = {}
+        self._live_workers = live_workers
+        self._locations: dict[str, tuple[int, str]] = {}
         """Worker and lease of every sample whose tokens are stored."""
 
     def register(self, samples: Sequence[Sample], worker: int, lease: str) -> None:
         """Records which worker and lease hold these samples."""
         for sample in samples:
-            self._homes[sample.id] = (worker, lease)
+            self._locations[sample.id] = (worker, lease)
 
     def unregister(self, samples: Sequence[Sample]) -> None:
         """Removes samples that their worker no longer holds."""
         for sample in samples:
-            self._homes.pop(sample.id, None)
+            self._locations.pop(sample.id, None)
 
     def worker_died(self, worker: int) -> None:
         """Removes all samples of a dead worker."""
-        self._homes = {sample: home for sample, home in self._homes.items() if home[0] != worker}
+        self._locations = {sample: location for sample, location in self._locations.items() if location[0] != worker}
 
     def locate(self, sample: Sample) -> int | None:
         """The worker that holds a sample's tokens; None if they are lost or do not exist yet."""
-        home = self._homes.get(sample.id)
-        return None if home is None else home[0]
+        location = self._locations.get(sample.id)
+        return None if location is None else location[0]
 
     async def batch(self, samples: Sequence[Sample], mask_below: int = 0) -> Batch:
         """A batch of scored samples, in this order; tokens of versions before `mask_below` are masked out of the loss.
         The batch has references: the tokens stay on the workers."""
         lengths = np.array([sample.tokens for sample in samples], np.int64)
-        homes = np.array([self._homes[sample.id][0] for sample in samples], np.int64)
+        workers = np.array([self._locations[sample.id][0] for sample in samples], np.int64)
         which, starts = np.zeros(len(samples), np.int64), np.zeros(len(samples), np.int64)
-        asked: list[tuple[int, list[list[str]]]] = []
+        requests: list[tuple[int, list[list[str]]]] = []
         count = 0
-        for worker in np.unique(homes).tolist():
-            own = np.flatnonzero(homes == worker)
-            members = [own[block] for block in cut_into_blocks(lengths[own])]
+        for worker in np.unique(workers).tolist():
+            here = np.flatnonzero(workers == worker)
+            members = [here[block] for block in cut_into_blocks(lengths[here])]
             for block in members:
                 which[block], starts[block] = count, np.cumsum(lengths[block]) - lengths[block]
                 count += 1
-            asked.append((worker, [[samples[i].id for i in block] for block in members]))
-        calls = (self._workers.call_rank(worker, RolloutWorker.columns, names, mask_below) for worker, names in asked)
+            requests.append((worker, [[samples[i].id for i in block] for block in members]))
+        calls = (self._workers.call_rank(worker, RolloutWorker.columns, names, mask_below) for worker, names in requests)
         blocks = [block for found in await asyncio.gather(*calls) for block in found]
         return Batch.from_blocks(samples, lengths, blocks, which, starts)
 
     async def texts(self, samples: Sequence[Sample]) -> list[str]:
         """The text of these samples' responses. It is fetched to the controller: use it for a few samples only."""
-        homes = [self._homes[sample.id][0] for sample in samples]
+        workers = [self._locations[sample.id][0] for sample in samples]
         calls = (
-            self._workers.call_rank(home, RolloutWorker.texts, [sample.id])
-            for home, sample in zip(homes, samples, strict=True)
+            self._workers.call_rank(worker, RolloutWorker.texts, [sample.id])
+            for worker, sample in zip(workers, samples, strict=True)
         )
         return [text for (text,) in await asyncio.gather(*calls)]
 
     async def transcripts(self, samples: Sequence[Sample]) -> list[Transcript]:
         """Transcripts of these samples, without those whose tokens are lost. For a few samples only."""
-        here = [(home, sample) for sample in samples if (home := self.locate(sample)) is not None]
-        calls = (self._workers.call_rank(home, RolloutWorker.transcripts, [sample.id]) for home, sample in here)
+        located = [(worker, sample) for sample in samples if (worker := self.locate(sample)) is not None]
+        calls = (self._workers.call_rank(worker, RolloutWorker.transcripts, [sample.id]) for worker, sample in located)
         return [transcript for (transcript,) in await asyncio.gather(*calls)]
 
-    async def write(self, step: int, fates: Sequence[FinalState], again: bool = False) -> None:
+    async def write(self, step: int, final_states: Sequence[FinalState], overwrite: bool = False) -> None:
         """Has the workers write the samples of a step into the run's folder. `again` overwrites the parts of workers that
         still hold samples of the step; parts of workers that have died since stay as they are."""
-        parts: dict[int, list[FinalState]] = {} if again else {worker: [] for worker in self._inside}
-        for fate in fates:
-            home = self._homes.get(fate.sample)
-            if home is not None and home[0] in self._inside:
-                parts.setdefault(home[0], []).append(fate)
-        calls = (self._workers.call_rank(worker, RolloutWorker.write, step, fates) for worker, fates in parts.items())
+        parts: dict[int, list[FinalState]] = {} if overwrite else {worker: [] for worker in self._live_workers}
+        for final in final_states:
+            location = self._locations.get(final.sample)
+            if location is not None and location[0] in self._live_workers:
+                parts.setdefault(location[0], []).append(final)
+        calls = (
+            self._workers.call_rank(worker, RolloutWorker.write, step, final_states)
+            for worker, final_states in parts.items()
+        )
         _raise_all_but_deaths(await asyncio.gather(*calls, return_exceptions=True))
 
     async def save(self, folder: Path, parts: Mapping[int, Sequence[str]]) -> None:
@@ -105,7 +108,7 @@ class TokenRegistry:
 
     async def load(self, folder: Path, parts: Mapping[int, Sequence[Group]]) -> None:
         """Has the workers read ready groups from a checkpoint's folder; incomplete groups are not registered."""
-        workers = sorted(self._inside)
+        workers = sorted(self._live_workers)
         calls = (self._load(workers[part % len(workers)], folder, part, groups) for part, groups in parts.items())
         # waits: calls have deadlines
         _raise_all_but_deaths(await asyncio.gather(*(calls if workers else ()), return_exceptions=True))
@@ -122,13 +125,13 @@ class TokenRegistry:
     async def release(self, samples: Sequence[Sample] | None = None) -> None:
         """Has the workers free the tokens of these samples, or of all."""
         keys: dict[int, set[str]] = defaultdict(set)
-        for sample in list(self._homes) if samples is None else [sample.id for sample in samples]:
-            if (home := self._homes.pop(sample, None)) is not None:  # None after its lease was cancelled
-                keys[home[0]].add(home[1])
+        for sample in list(self._locations) if samples is None else [sample.id for sample in samples]:
+            if (location := self._locations.pop(sample, None)) is not None:  # None after its lease was cancelled
+                keys[location[0]].add(location[1])
         calls = [
-            self._workers.call_rank(worker, RolloutWorker.release, sorted(some))
-            for worker, some in keys.items()
-            if worker in self._inside
+            self._workers.call_rank(worker, RolloutWorker.release, sorted(leases))
+            for worker, leases in keys.items()
+            if worker in self._live_workers
         ]
         _raise_all_but_deaths(await asyncio.gather(*calls, return_exceptions=True))
 

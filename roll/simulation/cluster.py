@@ -40,7 +40,7 @@ class SimCluster:
         *,
         workers: int,
         tries: int,
-        scoring_most: int,
+        max_scoring: int,
         way_s: float,
         fate: Fate = lambda task, sample, tries: "",
         report_s: float = 1.0,
@@ -72,9 +72,9 @@ class SimCluster:
             expected_tokens=workload.responses.mean_tokens,
         )
         cluster: Cluster[Any] = Cluster("rollout", self.handles, DEADLINE_S)
-        self.pool = RolloutPool(cluster, self.router, tries=tries, scoring_most=scoring_most, deadline_s=DEADLINE_S)
-        self.pool.engine_trouble = lambda engine, reason: self._notice_engine(engine)
-        self.pool.worker_trouble = lambda worker, reason: self._notice_worker(worker)
+        self.pool = RolloutPool(cluster, self.router, tries=tries, max_scoring=max_scoring, deadline_s=DEADLINE_S)
+        self.pool.on_engine_died = lambda engine, reason: self._notice_engine(engine)
+        self.pool.on_worker_died = lambda worker, reason: self._notice_worker(worker)
         self._hung: set[int] = set()
         self._noticed_engines: set[int] = set()
         self._noticed_workers: set[int] = set()
@@ -124,7 +124,7 @@ class SimCluster:
                 engine.pause()
         try:
             if on_weight_update == "abort":
-                await self.pool.displace("new weights: it continues from its prefix")
+                await self.pool.requeue_generating("new weights: it continues from its prefix")
             else:
                 await self.pool.pause()
             yield
@@ -192,7 +192,7 @@ class SimCluster:
 
     @property
     def _all_in(self) -> bool:
-        return not self._noticed_workers and len(self.router.inside) == len(self.engines)
+        return not self._noticed_workers and len(self.router.open_engines) == len(self.engines)
 
     async def close(self) -> None:
         """Cancels the supervision's tasks."""
@@ -223,7 +223,7 @@ class SimCluster:
             return
         self._noticed_workers.add(worker)
         reason = f"rollout worker died: rollout[{worker}]"
-        self.pool.lost(worker, reason)
+        self.pool.worker_lost(worker, reason)
         self.worker_lost(worker, reason)
         self._spawn(self._worker_back(worker))
 
@@ -231,7 +231,7 @@ class SimCluster:
         await asyncio.sleep(self._back_s["worker", worker])
         self.handles[worker].restart()
         self._noticed_workers.discard(worker)
-        self.pool.joined(worker)
+        self.pool.worker_joined(worker)
 
     async def _report_loads(self) -> None:
         while True:

@@ -116,7 +116,7 @@ class SimRun:
         rolled_out_s = self.loop.time()
         await asyncio.sleep(self.workload.train_s(group.index for group in rollout.kept))
         await self.publish(self.version + 1)
-        self.scheduler.trained(rollout, self.version)
+        self.scheduler.mark_trained(rollout, self.version)
         self.ledger.flush()
         await self.pool.tokens.release(rollout.samples)
         return self._times(rollout, rolled_out_s)
@@ -127,7 +127,7 @@ class SimRun:
         for engine in self.engines:
             engine.pause()
         if self.config.on_weight_update == "abort":
-            await self.pool.displace("new weights")
+            await self.pool.requeue_generating("new weights")
         else:
             await self.pool.pause()
         await asyncio.sleep(self.workload.publish_s)
@@ -138,7 +138,7 @@ class SimRun:
             engine.resume()
         await self.pool.resume()
         self.router.pause_admission(False)
-        self.scheduler.published(version)
+        self.scheduler.after_publish(version)
 
     def _times(self, rollout: RolloutBatch, rolled_out_s: float) -> StepTimes:
         tried = tuple(group.index for group in rollout.groups)

@@ -27,7 +27,7 @@ class PromptWorker(Worker):
         self._report = Report()
         self._transition_added = asyncio.Event()
 
-    def take(self, commands: Sequence[WorkerCommand]) -> None:
+    def execute(self, commands: Sequence[WorkerCommand]) -> None:
         leases = [command for command in commands if isinstance(command, Lease)]
         self._say(leases, "generating", {"engine": 0, "worker": self.placement.rank, "version": 0})
         self._loop.call_later(GENERATE_S, self._generated, leases)
@@ -40,12 +40,12 @@ class PromptWorker(Worker):
         self._say(leases, "scored", {"reward": 1.0})
         for lease in leases:
             for number, id in enumerate(lease.samples):
-                self._report.outcomes.append(SampleResult(id, float(number % 2), {}, 1200, 1000, "stop", 0, 0, 1))
-            self._report.done.append(lease.key)
+                self._report.results.append(SampleResult(id, float(number % 2), {}, 1200, 1000, "stop", 0, 0, 1))
+            self._report.done_leases.append(lease.key)
 
     def _say(self, leases: list[Lease], state: str, info: dict[str, object]) -> None:
         now_s = self._loop.time()
-        self._report.moves += [Transition(id, state, "", now_s, info) for lease in leases for id in lease.samples]
+        self._report.transitions += [Transition(id, state, "", now_s, info) for lease in leases for id in lease.samples]
         self._transition_added.set()
 
     async def report(self) -> Report:

@@ -38,7 +38,7 @@ GATHER_S = 0.25
 class _LeaseProgress:
     lease: Lease
     remaining: int
-    outcomes: list[SampleResult] = field(default_factory=list)
+    results: list[SampleResult] = field(default_factory=list)
 
 
 class _Sample:
@@ -99,7 +99,7 @@ class SimRollouts(Worker):
         self._report = Report()
         self._transition_added, self._urgent = asyncio.Event(), asyncio.Event()
 
-    def take(self, commands: Sequence[WorkerCommand]) -> None:
+    def execute(self, commands: Sequence[WorkerCommand]) -> None:
         for command in commands:
             if isinstance(command, Lease):
                 progress = self._leases[command.key] = _LeaseProgress(command, len(command.samples))
@@ -115,9 +115,9 @@ class SimRollouts(Worker):
                     self._generate(found)
 
     def _stop(self, sample: _Sample, stop: SampleCommand) -> None:
-        if stop.how == "requeue":
+        if stop.action == "requeue":
             self._displace(sample, stop.reason)
-        elif stop.how == "drop":
+        elif stop.action == "drop":
             del self._running[sample.id]
             self._drop(sample)
             self._move(sample, "dropped", stop.reason)
@@ -182,11 +182,11 @@ class SimRollouts(Worker):
     def _account(self, sample: _Sample, kills: int = 0) -> None:
         """Counts a finished sample; the last one of a lease completes the lease."""
         progress = sample.progress
-        progress.outcomes.append(self._outcome(sample, kills))
+        progress.results.append(self._outcome(sample, kills))
         progress.remaining -= 1
         if not progress.remaining:
-            self._report.outcomes.extend(progress.outcomes)
-            self._report.done.append(progress.lease.key)
+            self._report.results.extend(progress.results)
+            self._report.done_leases.append(progress.lease.key)
             self._urgent.set()
 
     def _outcome(self, sample: _Sample, kills: int) -> SampleResult:
@@ -241,7 +241,7 @@ class SimRollouts(Worker):
 
     def _move(self, sample: _Sample, state: str, reason: str, **info: object) -> None:
         sample.state = state
-        self._report.moves.append(Transition(sample.id, state, reason, self._loop.time(), info))
+        self._report.transitions.append(Transition(sample.id, state, reason, self._loop.time(), info))
         self._transition_added.set()
 
     async def report(self) -> Report:
@@ -265,7 +265,7 @@ class SimRollouts(Worker):
             if sample.state == "paused":
                 self._move(sample, "generating", "")
 
-    def displace(self, reason: str, engine: int | None = None) -> None:
+    def requeue_generating(self, reason: str, engine: int | None = None) -> None:
         for sample in list(self._running.values()):
             if engine not in (None, sample.engine):
                 continue
@@ -281,9 +281,9 @@ class SimRollouts(Worker):
                 self._drop(self._running.pop(id))
         self.release(keys)
         report = self._report
-        report.moves = [move for move in report.moves if move.sample not in cancelled]
-        report.outcomes = [outcome for outcome in report.outcomes if outcome.sample not in cancelled]
-        report.done = [key for key in report.done if key not in keys]
+        report.transitions = [move for move in report.transitions if move.sample not in cancelled]
+        report.results = [outcome for outcome in report.results if outcome.sample not in cancelled]
+        report.done_leases = [key for key in report.done_leases if key not in keys]
 
     def release(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -298,7 +298,7 @@ class SimRollouts(Worker):
                 raise KeyError(id)
         return [ColumnBlock(RemoteRef(None)) for _ in blocks]
 
-    def write(self, step: int, fates: Sequence[FinalState]) -> None:
+    def write(self, step: int, final_states: Sequence[FinalState]) -> None:
         """Stores nothing."""
 
     def save(self, folder: Path, samples: Sequence[str]) -> None:

@@ -144,20 +144,22 @@ class Training:
                 raise TrainerDied
             if rollout.batch is not None and (self.tokens_lost or homes != self._homes(rollout)):
                 self.tokens_lost = False
-                scheduler.give_back(rollout, "tokens lost: their rollout worker died")
+                scheduler.requeue_batch(rollout, "tokens lost: their rollout worker died")
                 return
             await self._publish(self.step + 1)
         self.step += 1
         skipped, self.not_finite = {group.index for group in rollout.kept[: self.not_finite]}, 0
-        scheduler.trained(rollout, self.step, {s.id: NOT_FINITE for s in rollout.trained if s.group in skipped})
+        scheduler.mark_trained(
+            rollout, self.step, {s.id: NOT_FINITE for s in rollout.trained_samples if s.group in skipped}
+        )
         self.lag = self.ledger.lag
         self.ledger.flush()
-        await world.pool.tokens.write(self.step, rollout.fates())
+        await world.pool.tokens.write(self.step, rollout.final_states())
         await world.pool.tokens.release(rollout.samples)
 
     def _homes(self, rollout: RolloutBatch) -> set[tuple[int, int, bool]]:
         """The workers that have the batch's tokens, with their incarnations."""
-        homes = {self.world.pool.tokens.locate(sample) for sample in rollout.trained}
+        homes = {self.world.pool.tokens.locate(sample) for sample in rollout.trained_samples}
         handles = self.world.handles
         return {(home, handles[home].incarnation, handles[home].alive) for home in homes if home is not None}
 
@@ -166,7 +168,7 @@ class Training:
         if self.trainer_died == "publish":
             raise TrainerDied
         await self.world.publish(version, self.config.on_weight_update)
-        self.scheduler.published(version)
+        self.scheduler.after_publish(version)
 
     async def save(self) -> None:
         """Saves a checkpoint between two steps."""

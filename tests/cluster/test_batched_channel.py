@@ -35,7 +35,7 @@ class Far:
 
     def __init__(self) -> None:
         self.line: BatchedChannel[int, list[int]] = BatchedChannel(
-            self._send, self._ask, take=self._take, fail=self._fail, busy=lambda: bool(self.waited)
+            self._send, self._ask, on_result=self._take, on_error=self._fail, busy=lambda: bool(self.waited)
         )
         self.waited: set[int] = set()
         self.sending: list[tuple[list[int], asyncio.Future[None]]] = []
@@ -202,17 +202,17 @@ def test_an_item_can_be_taken_back_until_it_goes_out() -> None:
     async def main() -> None:
         far = Far()
         far.post(1, 2, 3)
-        assert far.line.take_back(2)
-        assert not far.line.take_back(2)
+        assert far.line.remove(2)
+        assert not far.line.remove(2)
         await turns()
         assert [items for items, _ in far.sending] == [[1, 3]]
         far.post(4)
-        assert not far.line.take_back(1)
-        assert far.line.take_back(4)
+        assert not far.line.remove(1)
+        assert far.line.remove(4)
         await far.arrive()
         assert far.sent == [[1, 3]]
         far.post(5)
-        far.line.take_back(5)
+        far.line.remove(5)
         await turns()
         assert far.sending == []
         await far.tell(1, 2, 3, 4, 5)
@@ -224,17 +224,17 @@ def test_an_item_can_be_taken_back_until_it_goes_out() -> None:
 def test_who_waits_for_arrival_waits_for_what_has_gone_out_and_no_longer(error: Exception | None) -> None:
     async def main() -> None:
         far = Far()
-        await far.line.arrived()
+        await far.line.wait_sent()
         far.post(1)
         await turns()
         far.post(2)
-        wait = asyncio.create_task(far.line.arrived())
+        wait = asyncio.create_task(far.line.wait_sent())
         await turns()
         assert not wait.done()
         await far.arrive(error)
         assert wait.done()
         assert wait.exception() is None
-        await far.line.arrived() if error else None
+        await far.line.wait_sent() if error else None
         if error is None:
             await far.arrive()
             await far.tell(1, 2)
@@ -270,7 +270,7 @@ def test_any_interleaving_loses_nothing_and_keeps_the_order(steps: list[str], pa
             elif step == "break" and far.asking:
                 broken += 1
                 await far.tell(error=OSError("broken"))
-            elif step == "back" and far.waited and far.line.take_back(last := max(far.waited)):
+            elif step == "back" and far.waited and far.line.remove(last := max(far.waited)):
                 far.waited.discard(last)
                 back.add(last)
             await turns(pauses.randint(0, 6))

@@ -134,7 +134,7 @@ def test_a_loss_that_nobody_has_noticed_goes_on_with_the_others() -> None:
         await stage.publish(2)
         assert stage.versions()[::2] == [2, 2]
         assert stage.troubled == [1]
-        assert stage.router.inside == {0, 2}
+        assert stage.router.open_engines == {0, 2}
 
     on_stage(play)
 

@@ -38,7 +38,7 @@ class ToyPool:
         self.busy = False
         self.displaced: list[tuple[str, int | None]] = []
 
-    async def displace(self, reason: str, engine: int | None = None) -> None:
+    async def requeue_generating(self, reason: str, engine: int | None = None) -> None:
         self.displaced.append((reason, engine))
 
 
@@ -91,7 +91,7 @@ def test_all_on_one_device_take_turns_and_make_room_first() -> None:
             before = len(moves)
             await turns.enter(phase)  # type: ignore[arg-type]
             rounds[phase] = moves[before:]
-            assert roles.router.inside == ({0} if phase == "generate" else set())
+            assert roles.router.open_engines == ({0} if phase == "generate" else set())
         assert rounds["generate"] == [("actor_train[0]", "none"), ("actor_infer[0]", "all")]
         assert rounds["reference"] == [("actor_infer[0]", "none"), ("reference[0]", "all")]
         assert rounds["train"] == [("reference[0]", "none"), ("actor_train[0]", "all")]
@@ -106,7 +106,7 @@ def test_roles_apart_never_move(offload: bool) -> None:
         turns, roles, moves = await started({"actor_train": 0, "actor_infer": "1-2", "reference": 3}, offload=offload)
         for phase in ("publish", "generate", "reference", "train", "publish"):
             await turns.enter(phase)  # type: ignore[arg-type]
-            assert roles.router.inside == {0, 1}
+            assert roles.router.open_engines == {0, 1}
         assert moves == []
 
     go(main())
@@ -117,9 +117,9 @@ def test_an_engine_on_shared_devices_drains_leaves_and_comes_back_while_others_g
         turns, roles, moves = await started({"actor_train": 0, "actor_infer": "0-1", "reference": 3})
         router = roles.router
         await turns.enter("publish")
-        assert router.inside == {1}
+        assert router.open_engines == {1}
         await turns.enter("generate")
-        assert router.inside == {0, 1}
+        assert router.open_engines == {0, 1}
         seats = [await router.reserve(10), await router.reserve(10)]
         assert [seat.engine for seat in seats] == [0, 1]
         moves.clear()
@@ -127,7 +127,7 @@ def test_an_engine_on_shared_devices_drains_leaves_and_comes_back_while_others_g
         await asyncio.sleep(0.02)
         assert not training.done()
         assert moves == []
-        assert router.inside == {1}
+        assert router.open_engines == {1}
         other = await router.reserve(1)
         assert other.engine == 1
         router.release(other)
@@ -139,7 +139,7 @@ def test_an_engine_on_shared_devices_drains_leaves_and_comes_back_while_others_g
         router.release(other)
         await turns.enter("publish")
         await turns.enter("generate")
-        assert router.inside == {0, 1}
+        assert router.open_engines == {0, 1}
         assert (await router.reserve(1)).engine == 0
         router.release(seats[1])
 
@@ -183,7 +183,7 @@ def test_an_engine_that_is_dead_is_not_asked_and_takes_its_part_when_it_is_back(
         roles.alive.add(0)
         await turns.enter("publish")
         await turns.enter("generate")
-        assert roles.router.inside == {0, 1}
+        assert roles.router.open_engines == {0, 1}
         moves.clear()
         assert await turns.engine_restored(0)
         assert moves == []

@@ -72,15 +72,15 @@ def test_a_greedy_answer_gives_its_siblings_their_baseline_and_is_not_trained_on
         assert rollout.batch is not None
         assert rollout.batch["sample"].tolist() == ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2"]
         assert rollout.batch["baseline"].tolist() == [0.25] * 6
-        assert [s.id for s in rollout.trained] == rollout.batch["sample"].tolist()
-        run.scheduler.trained(rollout, 1)
+        assert [s.id for s in rollout.trained_samples] == rollout.batch["sample"].tolist()
+        run.scheduler.mark_trained(rollout, 1)
         assert run.moves.infos("1.3")[0][1]["greedy"] is True
         assert "greedy" not in run.moves.infos("1.2")[0][1]
         assert run.moves.of("1.3") == ["queued", "generating", "scoring", "scored", "dropped"]
         assert run.moves.reasons("1.3")[-1] == NOT_TRAINED
         assert run.moves.of("1.2")[-1] == "trained"
         await run.pool.tokens.release(rollout.samples)
-        assert not run.pool.tokens._homes
+        assert not run.pool.tokens._locations
 
     go(main())
 
@@ -90,11 +90,11 @@ def test_a_greedy_answer_ends_as_one_also_if_its_siblings_update_was_skipped() -
         run = await setting(lambda s: 0.25 if s.greedy else float(s.id[-1]), groups_per_step=2, group_size=2)
         rollout = await run.scheduler.next_rollout()
         reasons = {"0.0": "update not finite", "0.1": "update not finite", "1.0": "left out"}
-        run.scheduler.trained(rollout, 1, reasons)
+        run.scheduler.mark_trained(rollout, 1, reasons)
         assert run.moves.last() == dict.fromkeys([*reasons, "0.2", "1.2"], "dropped") | {"1.1": "trained"}
         assert {id: run.moves.reasons(id)[-1] for id in reasons} == {id: ("dropped", r) for id, r in reasons.items()}
         assert run.moves.reasons("0.2")[-1] == run.moves.reasons("1.2")[-1] == NOT_TRAINED
-        assert [s.id for s in rollout.trained] == ["1.1"]
+        assert [s.id for s in rollout.trained_samples] == ["1.1"]
 
     go(main())
 
@@ -156,11 +156,11 @@ def test_tokens_that_are_lost_before_training_cost_a_new_baseline_too() -> None:
 
         run = await setting(outcome, groups_per_step=1, group_size=2, max_attempts=2)
         rollout = await run.scheduler.next_rollout()
-        run.scheduler.give_back(rollout, "tokens lost: rollout[0] died")
+        run.scheduler.requeue_batch(rollout, "tokens lost: rollout[0] died")
         again = await run.scheduler.next_rollout()
         assert again.batch is not None
         assert (again.batch["sample"].tolist(), again.batch["baseline"].tolist()) == (["0.0", "0.1"], [2.0, 2.0])
-        run.scheduler.trained(again, 1)
+        run.scheduler.mark_trained(again, 1)
         once = ["queued", "generating", "scoring", "scored"]
         assert run.moves.of("0.2") == [*once, *once, "dropped"]
         assert run.moves.last() == {"0.0": "trained", "0.1": "trained", "0.2": "dropped"}
@@ -174,7 +174,7 @@ def test_a_checkpoint_closes_greedy_answers_with_their_groups() -> None:
         rollout = await run.scheduler.next_rollout()
         state = run.scheduler.state()
         assert [[s["id"] for s in group["samples"]] for group in state["open"]] == [["0.0", "0.1"], ["1.0", "1.1"]]
-        run.scheduler.trained(rollout, 1)
+        run.scheduler.mark_trained(rollout, 1)
         assert run.scheduler.state()["open"] == []
 
     go(main())
@@ -215,19 +215,19 @@ def test_whatever_becomes_of_samples_a_batch_has_a_baseline_for_each_and_no_gree
         for number in range(3):
             rollout = await run.scheduler.next_rollout()
             if rng.random() < 0.3:
-                run.scheduler.give_back(rollout, "tokens lost: to see what happens")
+                run.scheduler.requeue_batch(rollout, "tokens lost: to see what happens")
                 rollout = await run.scheduler.next_rollout()
             assert {g.index for g in rollout.kept} == {g.index for g in rollout.groups if kept(g)}
             assert rollout.batch is not None
             greedy = {g.index: outcome(g.samples[size]) for g in rollout.kept}
             assert rollout.batch["baseline"].tolist() == [greedy[group] for group in rollout.batch["group"]]
             assert not any(sample.endswith(f".{size}") for sample in rollout.batch["sample"])
-            run.scheduler.published(number + 1)
-            run.scheduler.trained(rollout, number + 1)
+            run.scheduler.after_publish(number + 1)
+            run.scheduler.mark_trained(rollout, number + 1)
             assert all((s.state, s.reason) == NOT_TRAINED for g in rollout.kept for s in g.samples if s.greedy)
             await run.pool.tokens.release(rollout.samples)
         assert set(run.moves.last().values()) <= {"trained", "dropped", "failed"}
-        assert not run.pool.tokens._homes
+        assert not run.pool.tokens._locations
         assert not any(r.state in ("kept", "trained") for r in run.moves.records if r.sample.endswith(f".{size}"))
 
     go(main())

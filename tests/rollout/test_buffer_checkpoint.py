@@ -100,8 +100,8 @@ class Run:
         """Trains a step; the groups it was made of."""
         rollout = await self.scheduler.next_rollout()
         self.scheduler.before_publish(version)
-        self.scheduler.published(version)
-        self.scheduler.trained(rollout, version)
+        self.scheduler.after_publish(version)
+        self.scheduler.mark_trained(rollout, version)
         await self.pool.tokens.release(rollout.samples)
         return [group.index for group in rollout.kept]
 
@@ -117,7 +117,7 @@ def test_what_was_ready_is_trained_on_and_what_was_open_is_issued_again(tmp_path
         before = await Run.begin(slow=4)
         assert await before.step(1) == [0, 1]
         await asyncio.sleep(10)
-        ready = [sample for group in before.scheduler._group_table.oldest_ready() for sample in group.samples]
+        ready = [sample for group in before.scheduler._group_table.ready_in_order() for sample in group.samples]
         assert [sample.id for sample in ready] == ["2.0", "2.1", "3.0", "3.1"]
         columns = (await before.pool.tokens.batch(ready)).columns
         state = await before.save(tmp_path)
@@ -130,7 +130,7 @@ def test_what_was_ready_is_trained_on_and_what_was_open_is_issued_again(tmp_path
             for group in (4, 5)
             for number in (0, 1)
         }
-        after.scheduler.published(1)
+        after.scheduler.after_publish(1)
         rollout = await after.scheduler.next_rollout()
         assert [group.index for group in rollout.kept] == [2, 3]
         assert rollout.ages == [1, 1, 1, 1]
@@ -140,16 +140,16 @@ def test_what_was_ready_is_trained_on_and_what_was_open_is_issued_again(tmp_path
         for name in LOG_COLUMNS:
             for row, other in zip(rollout.batch.rows(name), ready, strict=True):
                 assert len(row) == other.tokens
-        assert await after.pool.tokens.texts(rollout.trained) == [f"answer to {s.task.id}" for s in ready]
+        assert await after.pool.tokens.texts(rollout.trained_samples) == [f"answer to {s.task.id}" for s in ready]
         assert not {sample.id for sample in ready} & set(after.runner.started)
         assert after.moves.of("2.0") == ["kept"]
-        after.scheduler.trained(rollout, 2)
+        after.scheduler.mark_trained(rollout, 2)
         again = await after.scheduler.next_rollout()
         drawn = {(g["task"], g["epoch"]) for g in state["open"]}
         assert {(group.task.id, group.epoch) for group in again.kept} == drawn
         await after.scheduler.close()
-        assert not after.pool.tokens._homes
-        assert not any(worker._samples_here or worker._held for worker in after.runner.crew.workers)
+        assert not after.pool.tokens._locations
+        assert not any(worker._samples or worker._leases for worker in after.runner.crew.workers)
 
     go(main())
 
@@ -180,7 +180,7 @@ def test_what_a_dead_worker_could_not_write_or_take_is_issued_again(tmp_path: Pa
         await asyncio.sleep(10)
         before.runner.crew.kill(0)  # nobody has noticed yet
         state = await before.save(tmp_path)
-        before.pool.lost(0, "?")
+        before.pool.worker_lost(0, "?")
         parts = {group["part"]: group["index"] for group in state["ready"]}
         assert set(parts) == {0, 1}
         after = await Run.begin(version=1)
@@ -211,12 +211,12 @@ def test_a_restored_group_whose_worker_dies_runs_again(tmp_path: Path) -> None:
         await after.scheduler.restore(state, TASKS.train, tmp_path)
         indices = sorted(after.scheduler._group_table.ready)
         after.runner.crew.kill(0)
-        after.pool.lost(0, "rollout worker died: rollout[0]")
+        after.pool.worker_lost(0, "rollout worker died: rollout[0]")
         after.scheduler.worker_lost(0, "rollout worker died: rollout[0]")
-        after.scheduler.published(1)
+        after.scheduler.after_publish(1)
         rollout = await after.scheduler.next_rollout()
         assert [group.index for group in rollout.kept] == indices[:2]
-        assert {sample.tries for sample in rollout.trained} == {2}
+        assert {sample.tries for sample in rollout.trained_samples} == {2}
         await after.scheduler.close()
 
     go(main())

@@ -80,7 +80,7 @@ def run_steps(steps: int, outcome: Any) -> tuple[list[RolloutBatch], list[Sample
         rollouts = []
         for step in range(steps):
             rollouts.append(await scheduler.next_rollout())
-            scheduler.trained(rollouts[-1], step + 1)
+            scheduler.mark_trained(rollouts[-1], step + 1)
         await scheduler.close()
         return rollouts
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from roll.config.errors import RunError, UserError
 from roll.data import Task
-from roll.rollout.early_stop import AnyOf, LengthBudget, RepetitionStop, RunningResponse, make_early_end
+from roll.rollout.early_stop import AnyOf, LengthBudget, RepetitionStop, RunningResponse, make_early_stop
 
 tokens = st.lists(st.integers(0, 3), max_size=40)
 
@@ -32,9 +32,9 @@ def running(ids: Sequence[int], siblings: Sequence[int] = ()) -> RunningResponse
     return RunningResponse(Task.ask("t", "?"), np.array(ids, np.int32), text, siblings)
 
 
-def repeats(ids: list[int], span_most: int, times: int, least: int) -> bool:
+def repeats(ids: list[int], max_span: int, times: int, least: int) -> bool:
     """By the definition."""
-    for span in range(1, span_most + 1):
+    for span in range(1, max_span + 1):
         count = 1
         while ids[-span * (count + 1) : len(ids) - span * count] == ids[-span:] and len(ids) >= span * (count + 1):
             count += 1
@@ -46,11 +46,11 @@ def repeats(ids: list[int], span_most: int, times: int, least: int) -> bool:
 @given(tokens, tokens, st.integers(1, 12), st.integers(1, 6), st.integers(2, 4), st.integers(0, 12))
 @settings(deadline=None)
 def test_a_repetition_is_found_exactly_where_there_is_one(
-    head: list[int], span: list[int], count: int, span_most: int, times: int, least: int
+    head: list[int], span: list[int], count: int, max_span: int, times: int, least: int
 ) -> None:
     ids = head + span[:8] * count
-    found = RepetitionStop(span_most, times, least)(running(ids))
-    assert (found is not None) == repeats(ids, span_most, times, least)
+    found = RepetitionStop(max_span, times, least)(running(ids))
+    assert (found is not None) == repeats(ids, max_span, times, least)
 
 
 @pytest.mark.parametrize(
@@ -109,13 +109,13 @@ def test_a_response_far_longer_than_its_siblings_ends(length: int, siblings: lis
 
 
 def test_names_make_predicates_and_the_first_reason_counts() -> None:
-    assert make_early_end([]) is None
-    assert make_early_end(["repetition"]) == RepetitionStop()
-    assert make_early_end(["repetition=6"]) == RepetitionStop(times=6)
-    assert make_early_end(["length_budget"]) == LengthBudget(4.0)
-    assert make_early_end(["length_budget=2.5"]) == LengthBudget(2.5)
-    assert make_early_end(["repetition=2", "length_budget=1"]) == AnyOf((RepetitionStop(times=2), LengthBudget(1.0)))
-    both = make_early_end(["length_budget=2", "repetition"])
+    assert make_early_stop([]) is None
+    assert make_early_stop(["repetition"]) == RepetitionStop()
+    assert make_early_stop(["repetition=6"]) == RepetitionStop(times=6)
+    assert make_early_stop(["length_budget"]) == LengthBudget(4.0)
+    assert make_early_stop(["length_budget=2.5"]) == LengthBudget(2.5)
+    assert make_early_stop(["repetition=2", "length_budget=1"]) == AnyOf((RepetitionStop(times=2), LengthBudget(1.0)))
+    both = make_early_stop(["length_budget=2", "repetition"])
     assert both == AnyOf((LengthBudget(2.0), RepetitionStop()))
     assert both is not None
     assert both(running([1] * 70)) == "repetition: 1 tokens 64 times in a row"
@@ -149,7 +149,7 @@ def _file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_users_function_names_its_reason_or_says_end() -> None:
     response = RunningResponse(Task.ask("t", "?"), np.arange(3, dtype=np.int32), lambda: "so be it")
     for name, expected in (("reason", "gave up: so be it"), ("says", "ended early: by ends.py:says")):
-        predicate = make_early_end([f"ends.py:{name}"])
+        predicate = make_early_stop([f"ends.py:{name}"])
         assert predicate is not None
         assert predicate(response) == expected
         assert predicate(RunningResponse(response.task, response.ids[:2], lambda: "")) is None
@@ -164,7 +164,7 @@ def test_a_users_function_names_its_reason_or_says_end() -> None:
     ],
 )
 def test_a_users_function_that_fails_is_named(name: str, says: str) -> None:
-    predicate = make_early_end([f"ends.py:{name}"])
+    predicate = make_early_stop([f"ends.py:{name}"])
     assert predicate is not None
     with pytest.raises(RunError, match=says):
         predicate(running([1]))
@@ -186,4 +186,4 @@ def test_a_users_function_that_fails_is_named(name: str, says: str) -> None:
 )
 def test_names_that_cannot_be_are_refused(name: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        make_early_end(["repetition", name])
+        make_early_stop(["repetition", name])

@@ -16,44 +16,44 @@ from roll.rollout.runner import EngineAssignments
 
 def test_a_seat_that_was_given_before_is_there_and_stays() -> None:
     async def main() -> None:
-        seats = EngineAssignments()
-        assert seats.engine("a") is None
-        seats.give(EngineAssignment("a", 3, 7))
-        assert seats.engine("a") == 3
-        assert await seats.of("a", 1) == EngineAssignment("a", 3, 7)
-        assert await seats.of("a", 1) == EngineAssignment("a", 3, 7)
+        assignments = EngineAssignments()
+        assert assignments.engine("a") is None
+        assignments.assign(EngineAssignment("a", 3, 7))
+        assert assignments.engine("a") == 3
+        assert await assignments.wait_for("a", 1) == EngineAssignment("a", 3, 7)
+        assert await assignments.wait_for("a", 1) == EngineAssignment("a", 3, 7)
 
     go(main())
 
 
 def test_one_that_lost_its_seat_waits_for_the_next_and_for_its_own() -> None:
     async def main() -> None:
-        seats = EngineAssignments()
-        seats.give(EngineAssignment("a", 0))
-        seats.mark_dead("a")
-        seats.mark_dead("never had one")
-        waiting = asyncio.create_task(seats.of("a", 10))
+        assignments = EngineAssignments()
+        assignments.assign(EngineAssignment("a", 0))
+        assignments.remove("a")
+        assignments.remove("never had one")
+        waiting = asyncio.create_task(assignments.wait_for("a", 10))
         await turns()
         assert not waiting.done()
-        seats.give(EngineAssignment("b", 5))
+        assignments.assign(EngineAssignment("b", 5))
         await turns()
         assert not waiting.done()
-        seats.give(EngineAssignment("a", 1))
+        assignments.assign(EngineAssignment("a", 1))
         assert (await waiting).engine == 1
-        assert seats.engine("a") == 1
+        assert assignments.engine("a") == 1
 
     go(main())
 
 
 def test_nobody_waits_longer_than_told() -> None:
     async def main() -> None:
-        seats = EngineAssignments()
+        assignments = EngineAssignments()
         began = asyncio.get_running_loop().time()
         with pytest.raises(TimeoutError):
-            await seats.of("a", 5)
+            await assignments.wait_for("a", 5)
         assert asyncio.get_running_loop().time() - began == pytest.approx(5)
-        seats.give(EngineAssignment("a", 2))  # too late for that one, not for the next
-        assert (await seats.of("a", 5)).engine == 2
+        assignments.assign(EngineAssignment("a", 2))  # too late for that one, not for the next
+        assert (await assignments.wait_for("a", 5)).engine == 2
 
     go(main())
 
@@ -61,17 +61,17 @@ def test_nobody_waits_longer_than_told() -> None:
 @pytest.mark.parametrize("given_too", [False, True])
 def test_one_that_is_cancelled_while_it_waits_leaves_nothing_behind(given_too: bool) -> None:
     async def main() -> None:
-        seats = EngineAssignments()
-        waiting = asyncio.create_task(seats.of("a", 10))
+        assignments = EngineAssignments()
+        waiting = asyncio.create_task(assignments.wait_for("a", 10))
         await turns()
         if given_too:
-            seats.give(EngineAssignment("a", 1))
+            assignments.assign(EngineAssignment("a", 1))
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        assert not seats._awaited
-        seats.give(EngineAssignment("a", 4))
-        assert (await seats.of("a", 10)).engine == 4
+        assert not assignments._waiters
+        assignments.assign(EngineAssignment("a", 4))
+        assert (await assignments.wait_for("a", 10)).engine == 4
 
     go(main())
 
@@ -80,29 +80,29 @@ def test_one_that_is_cancelled_while_it_waits_leaves_nothing_behind(given_too: b
 @settings(max_examples=examples(200), derandomize=True, deadline=None)
 def test_a_sample_has_the_seat_it_was_given_last(steps: list[tuple[str, int]]) -> None:
     async def main() -> None:
-        seats = EngineAssignments()
+        assignments = EngineAssignments()
         last: dict[str, int | None] = {"s0": None, "s1": None}
         waiting: dict[str, asyncio.Task[EngineAssignment]] = {}
         for number, (what, which) in enumerate(steps):
             sample = f"s{which}"
             if what == "give":
-                seats.give(EngineAssignment(sample, number))
+                assignments.assign(EngineAssignment(sample, number))
                 last[sample] = number
             elif what == "lose" and sample not in waiting:
-                seats.mark_dead(sample)
+                assignments.remove(sample)
                 last[sample] = None
             elif what == "wait" and sample not in waiting:
-                waiting[sample] = asyncio.create_task(seats.of(sample, 1000))
+                waiting[sample] = asyncio.create_task(assignments.wait_for(sample, 1000))
             elif what == "turn":
                 await turns()
                 for name, engine in last.items():
                     task = waiting.pop(name, None) if engine is not None else None
-                    assert seats.engine(name) == engine
+                    assert assignments.engine(name) == engine
                     assert task is None or await task == EngineAssignment(name, engine or 0)
                 assert not any(task.done() for task in waiting.values())
         for task in waiting.values():
             task.cancel()
         await asyncio.gather(*waiting.values(), return_exceptions=True)
-        assert not seats._awaited
+        assert not assignments._waiters
 
     go(main())

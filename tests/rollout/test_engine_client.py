@@ -22,9 +22,9 @@ from roll.workers.infer import PROGRESS_S, InferWorker, OutputBatch
 
 
 def start(
-    door: EngineClient, id: str, engine: int = 0, new_tokens: int = 4, watch: Watch | None = None
+    client: EngineClient, id: str, engine: int = 0, new_tokens: int = 4, watch: Watch | None = None
 ) -> asyncio.Task[Completion]:
-    return asyncio.create_task(door.generate(request(id, new_tokens=new_tokens), engine, watch))
+    return asyncio.create_task(client.generate(request(id, new_tokens=new_tokens), engine, watch))
 
 
 async def cancel(task: asyncio.Task[Completion]) -> None:
@@ -33,9 +33,9 @@ async def cancel(task: asyncio.Task[Completion]) -> None:
         await task
 
 
-def assert_empty(door: EngineClient) -> None:
-    assert not door._waiting
-    assert not any(sum(forsaken.values()) for forsaken in door._forsaken)
+def assert_empty(client: EngineClient) -> None:
+    assert not client._pending
+    assert not any(sum(to_discard.values()) for to_discard in client._to_discard)
 
 
 class Counted:
@@ -93,8 +93,8 @@ def test_requests_made_together_travel_together() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
         counted = Counted(cluster)
-        door = EngineClient(cluster, "me")
-        calls = [start(door, str(number)) for number in range(50)]
+        client = EngineClient(cluster, "me")
+        calls = [start(client, str(number)) for number in range(50)]
         await until(lambda: len(toy.running) == 50)
         assert [call for call in counted.calls if call[0] == "submit"] == [("submit", 50)]
         for number in range(50):
@@ -138,11 +138,11 @@ def test_completions_wait_for_a_client_that_has_not_asked_yet() -> None:
 def test_an_id_can_wait_once_only() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        door = EngineClient(cluster, "me")
-        call = start(door, "a")
+        client = EngineClient(cluster, "me")
+        call = start(client, "a")
         await turns()
         with pytest.raises(ValueError, match="'a' is being generated already"):
-            await door.generate(request("a"), 0)
+            await client.generate(request("a"), 0)
         toy.finish("a")
         assert (await call).id == "a"
 
@@ -152,8 +152,8 @@ def test_an_id_can_wait_once_only() -> None:
 def test_results_nobody_asked_for_are_ignored() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        door = EngineClient(cluster, "me")
-        call = start(door, "a")
+        client = EngineClient(cluster, "me")
+        call = start(client, "a")
         await turns()
         toy.finish("stranger")
         await turns()
@@ -161,11 +161,11 @@ def test_results_nobody_asked_for_are_ignored() -> None:
         toy.finish("a", [1])
         toy.finish("a", [2])
         assert (await call).ids.tolist() == [1]
-        later = start(door, "b")
+        later = start(client, "b")
         await turns()
         toy.finish("b")
         assert (await later).id == "b"
-        assert_empty(door)
+        assert_empty(client)
 
     go(main())
 
@@ -177,15 +177,20 @@ def test_a_refused_request_is_refused_to_its_caller_alone() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
         toy.context = 10
-        door, other = EngineClient(cluster, "me"), EngineClient(cluster, "you")
-        calls = [start(door, "short"), start(door, "long", new_tokens=20), start(door, "brief"), start(other, "own")]
+        client, other = EngineClient(cluster, "me"), EngineClient(cluster, "you")
+        calls = [
+            start(client, "short"),
+            start(client, "long", new_tokens=20),
+            start(client, "brief"),
+            start(other, "own"),
+        ]
         with pytest.raises(RequestRejected, match="request 'long' is too long"):
             await calls.pop(1)
         await until(lambda: len(toy.running) == 3)
         for name in ("own", "brief", "short"):
             toy.finish(name)
         assert [(await call).id for call in calls] == ["short", "brief", "own"]
-        assert_empty(door)
+        assert_empty(client)
 
     go(main())
 
@@ -207,20 +212,20 @@ def test_an_engine_that_refuses_everything_has_nothing_to_wait_for() -> None:
 def test_a_cancelled_request_is_on_no_engine_whenever_it_is_cancelled(after: int) -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        door = EngineClient(cluster, "me")
-        call, other = start(door, "a"), start(door, "b")
+        client = EngineClient(cluster, "me")
+        call, other = start(client, "a"), start(client, "b")
         await turns(after)
         await cancel(call)
         await until(lambda: "b" in toy.running)
         assert list(toy.running) == ["b"]
         assert toy.aborted == (["a"] if "a" in toy.submitted else [])
-        again = start(door, "a")
+        again = start(client, "a")
         await until(lambda: "a" in toy.running)
         toy.finish("a", [5])
         toy.finish("b", [6])
         assert (await again).ids.tolist() == [5]
         assert (await other).ids.tolist() == [6]
-        assert_empty(door)
+        assert_empty(client)
 
     go(main())
 
@@ -229,8 +234,8 @@ def test_a_request_cancelled_on_its_way_is_aborted_when_it_has_arrived() -> None
     async def main() -> None:
         cluster, (toy,) = await engines(1)
         slow = Slow(cluster)
-        door = EngineClient(cluster, "me")
-        call = start(door, "a")
+        client = EngineClient(cluster, "me")
+        call = start(client, "a")
         await until(lambda: slow.held)
         call.cancel()
         await turns()
@@ -239,11 +244,11 @@ def test_a_request_cancelled_on_its_way_is_aborted_when_it_has_arrived() -> None
         with pytest.raises(asyncio.CancelledError):
             await call
         assert (toy.submitted, toy.aborted, toy.running) == (["a"], ["a"], {})
-        again = start(door, "a")
+        again = start(client, "a")
         await until(lambda: toy.running)
         toy.finish("a", [5])
         assert (await again).ids.tolist() == [5]
-        assert_empty(door)
+        assert_empty(client)
 
     go(main())
 
@@ -283,14 +288,14 @@ def test_a_deadline_ends_the_request_on_its_engine_too() -> None:
 def test_a_request_tried_again_at_once_gets_its_own_answer() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        door = EngineClient(cluster, "me")
+        client = EngineClient(cluster, "me")
 
         async def try_twice() -> Completion:
             try:
                 async with asyncio.timeout(0.01):
-                    return await door.generate(request("a"), 0)
+                    return await client.generate(request("a"), 0)
             except TimeoutError:
-                return await door.generate(request("a"), 0)
+                return await client.generate(request("a"), 0)
 
         answer = asyncio.create_task(try_twice())
         await until(lambda: toy.aborted and toy.running)
@@ -320,9 +325,9 @@ def test_a_second_try_that_arrives_before_the_first_ones_end_was_told_gets_its_o
 def test_a_completion_that_comes_with_the_cancellation_is_not_waited_for_again() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        door = EngineClient(cluster, "me")
+        client = EngineClient(cluster, "me")
         for pause in range(8):
-            call = start(door, "a")
+            call = start(client, "a")
             await until(lambda: toy.running)
             toy.finish("a", [1])
             await turns(pause)
@@ -330,11 +335,11 @@ def test_a_completion_that_comes_with_the_cancellation_is_not_waited_for_again()
                 break
             call.cancel()
             await asyncio.gather(call, return_exceptions=True)
-            again = start(door, "a")
+            again = start(client, "a")
             await until(lambda: toy.running)
             toy.finish("a", [2])
             assert (await again).ids.tolist() == [2], pause
-            assert_empty(door)
+            assert_empty(client)
         assert pause > 1
 
     go(main())
@@ -350,7 +355,7 @@ def test_a_completion_that_comes_with_the_cancellation_is_not_waited_for_again()
 def test_any_asking_and_cancelling_gives_each_try_its_own_answer(steps: list[tuple[str, int, int]]) -> None:
     async def main() -> None:
         cluster, toys = await engines(2)
-        door = EngineClient(cluster, "me")
+        client = EngineClient(cluster, "me")
         calls: dict[str, asyncio.Task[Completion]] = {}
         tries: dict[str, int] = {}
         number = 0
@@ -365,7 +370,7 @@ def test_any_asking_and_cancelling_gives_each_try_its_own_answer(steps: list[tup
             if what == "ask" and name not in calls:
                 number += 1
                 tries[name] = number
-                calls[name] = start(door, name, which % 2)
+                calls[name] = start(client, name, which % 2)
             elif what == "cancel" and name in calls:
                 call = calls.pop(name)
                 call.cancel()
@@ -383,7 +388,7 @@ def test_any_asking_and_cancelling_gives_each_try_its_own_answer(steps: list[tup
                     assert calls.pop(name).result().ids.tolist() == [tries[name]]
         await turns(20)
         assert not any(toy.running for toy in toys)
-        assert not door._waiting
+        assert not client._pending
 
     go(main())
 
@@ -444,10 +449,10 @@ def test_requests_that_do_not_arrive_fail_and_can_be_tried_again(cancelled: bool
         (handle,) = cluster._handles
         call = handle.call
         slow = Slow(cluster, OSError("the engine died"))
-        door = EngineClient(cluster, "me")
-        first, second = start(door, "a"), start(door, "b")
+        client = EngineClient(cluster, "me")
+        first, second = start(client, "a"), start(client, "b")
         await until(lambda: slow.held)
-        third = start(door, "c")
+        third = start(client, "c")
         if cancelled:
             first.cancel()
             await turns()
@@ -457,11 +462,11 @@ def test_requests_that_do_not_arrive_fail_and_can_be_tried_again(cancelled: bool
                 await failing
         assert slow.held == 1
         handle.call = call  # type: ignore[method-assign]
-        again = start(door, "a")
+        again = start(client, "a")
         await until(lambda: toy.running)
         toy.finish("a", [5])
         assert (await again).ids.tolist() == [5]
-        assert_empty(door)
+        assert_empty(client)
 
     go(main())
 
@@ -469,8 +474,8 @@ def test_requests_that_do_not_arrive_fail_and_can_be_tried_again(cancelled: bool
 def test_a_request_cancelled_before_its_engine_died_can_be_tried_again() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        door = EngineClient(cluster, "me")
-        first, second = start(door, "a"), start(door, "b")
+        client = EngineClient(cluster, "me")
+        first, second = start(client, "a"), start(client, "b")
         await until(lambda: len(toy.running) == 2)
         toy.abort = lambda ids: None  # type: ignore[method-assign]
         await cancel(first)
@@ -478,7 +483,7 @@ def test_a_request_cancelled_before_its_engine_died_can_be_tried_again() -> None
         with pytest.raises(OSError, match="the engine died"):
             await second
         toy.mend()
-        again = start(door, "a")
+        again = start(client, "a")
         await until(lambda: toy.running)
         toy.finish("a", [5])
         assert (await again).ids.tolist() == [5]
@@ -524,8 +529,8 @@ async def lost(call: asyncio.Task[Completion]) -> EngineDied:
 
 def test_who_loses_an_engine_has_what_it_had_said_until_then() -> None:
     async def main() -> None:
-        (handle,), (toy,), door = await mortal()
-        call, other = start(door, "a"), start(door, "b")
+        (handle,), (toy,), client = await mortal()
+        call, other = start(client, "a"), start(client, "b")
         await until(lambda: len(toy.running) == 2)
         toy.draw("a", 11, 12)
         await asyncio.sleep(PROGRESS_S + 0.1)
@@ -542,7 +547,7 @@ def test_who_loses_an_engine_has_what_it_had_said_until_then() -> None:
         assert end.partial.logprobs.tolist() == [logprob_of(token) for token in (11, 12, 13)]
         assert end.partial.versions.tolist() == [3, 3, 4]
         assert (await lost(other)).partial.tokens == 0
-        assert_empty(door)
+        assert_empty(client)
 
     go(main())
 
@@ -550,10 +555,10 @@ def test_who_loses_an_engine_has_what_it_had_said_until_then() -> None:
 def test_an_error_of_a_remote_engine_is_its_loss_and_of_one_in_this_process_an_error() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        door = EngineClient(cluster, "me")
+        client = EngineClient(cluster, "me")
         failure = CallFailure.of(ValueError("out of memory"), "toys[0]", "results", "process 3")
         for error, kind in ((WorkerError(failure), EngineDied), (OSError("no"), OSError), (RunError("no"), RunError)):
-            call = start(door, "a")
+            call = start(client, "a")
             await until(lambda: toy.running)
             toy.break_down(error)
             with pytest.raises(kind) as caught:
@@ -569,8 +574,8 @@ def test_an_error_of_a_remote_engine_is_its_loss_and_of_one_in_this_process_an_e
 def test_what_is_heard_of_a_request_is_always_a_beginning_of_what_was_drawn(seed: int, requests: int) -> None:
     async def main() -> None:
         rng = random.Random(seed)
-        (handle,), (toy,), door = await mortal()
-        calls = {str(n): start(door, str(n), new_tokens=100) for n in range(requests)}
+        (handle,), (toy,), client = await mortal()
+        calls = {str(n): start(client, str(n), new_tokens=100) for n in range(requests)}
         said: dict[str, list[int]] = {name: [] for name in calls}
         finished: set[str] = set()
         for _ in range(rng.randrange(12)):
@@ -594,31 +599,31 @@ def test_what_is_heard_of_a_request_is_always_a_beginning_of_what_was_drawn(seed
                 assert drawn.ids.tolist() == said[name][: drawn.tokens]
                 assert drawn.logprobs.tolist() == [logprob_of(token) for token in said[name][: drawn.tokens]]
                 assert sorted(drawn.versions.tolist()) == drawn.versions.tolist()
-        assert_empty(door)
+        assert_empty(client)
 
     go(main())
 
 
 def test_progress_nobody_waits_for_or_with_a_gap_is_not_taken_for_another() -> None:
     async def main() -> None:
-        (handle,), (toy,), door = await mortal()
-        first = start(door, "a")
+        (handle,), (toy,), client = await mortal()
+        first = start(client, "a")
         await until(lambda: toy.running)
         toy.draw("a", 11, 12)
         toy.abort = lambda ids: None  # type: ignore[method-assign]
         await cancel(first)
         toy.mend()
-        again = start(door, "a")  # before the end of the first one was told
+        again = start(client, "a")  # before the end of the first one was told
         await until(lambda: toy.running)
-        door._received(0, progress("a", 0, 77))  # of the first
-        door._received(0, progress("stranger", 0, 78))
+        client._add_progress(0, progress("a", 0, 77))  # of the first
+        client._add_progress(0, progress("stranger", 0, 78))
         toy.finish("a", [], "abort")  # the end of the first
         toy.running["a"] = toy.asked[-1]
-        await until(lambda: not sum(door._forsaken[0].values()))
-        door._received(0, progress("a", 1, 79))  # what came before it was never heard
-        door._received(0, progress("a", 0, 21, 22))
-        door._received(0, progress("a", 1, 80))
-        door._received(0, progress("a", 2, 23))
+        await until(lambda: not sum(client._to_discard[0].values()))
+        client._add_progress(0, progress("a", 1, 79))  # what came before it was never heard
+        client._add_progress(0, progress("a", 0, 21, 22))
+        client._add_progress(0, progress("a", 1, 80))
+        client._add_progress(0, progress("a", 2, 23))
         kill(handle)
         assert (await lost(again)).partial.ids.tolist() == [21, 22, 23]
 
@@ -662,20 +667,20 @@ def test_only_what_is_new_is_told_each_time() -> None:
 
 def test_a_cancelled_request_of_a_dead_engine_ends_and_a_new_engine_takes_its_place() -> None:
     async def main() -> None:
-        (handle,), _, door = await mortal()
-        call, other = start(door, "a"), start(door, "b")
+        (handle,), _, client = await mortal()
+        call, other = start(client, "a"), start(client, "b")
         await turns(20)
         kill(handle)
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
         await lost(other)
         cluster, (toy,) = await engines(1)
-        door.reconnect(cluster)
-        again = start(door, "a")
+        client.reconnect(cluster)
+        again = start(client, "a")
         await until(lambda: toy.running)
         toy.finish("a", [5])
         assert (await again).ids.tolist() == [5]
-        assert_empty(door)
+        assert_empty(client)
 
     go(main())
 
@@ -719,15 +724,15 @@ def test_the_requests_of_clients_that_died_end_and_nobody_hears_of_them() -> Non
 def test_a_request_that_is_ended_gives_what_it_has_whenever_that_is(after: int) -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        door = EngineClient(cluster, "me")
-        call, other = start(door, "a"), start(door, "b")
+        client = EngineClient(cluster, "me")
+        call, other = start(client, "a"), start(client, "b")
         await turns(after)
         if "a" in toy.running:
             toy.draw("a", 11, 12)
-        door.end(["a", "unknown"])
-        door.end(["a"])
+        client.end(["a", "unknown"])
+        client.end(["a"])
         if after == 0:
-            assert not door.has("a")  # it was not there yet: nothing of it was ended
+            assert not client.has("a")  # it was not there yet: nothing of it was ended
             await until(lambda: "a" in toy.running)
             toy.finish("a", [11], "abort")
         done = await call
@@ -738,7 +743,7 @@ def test_a_request_that_is_ended_gives_what_it_has_whenever_that_is(after: int) 
         assert toy.aborted in ([], ["a"])
         toy.finish("b", [6])
         assert (await other).ids.tolist() == [6]
-        assert_empty(door)
+        assert_empty(client)
 
     go(main())
 
@@ -747,16 +752,16 @@ def test_a_request_ended_on_its_way_is_ended_when_it_has_arrived() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
         slow = Slow(cluster)
-        door = EngineClient(cluster, "me")
-        call = start(door, "a")
+        client = EngineClient(cluster, "me")
+        call = start(client, "a")
         await until(lambda: slow.held)
-        door.end(["a"])
+        client.end(["a"])
         await turns()
         assert (toy.aborted, call.done()) == ([], False)
         slow.gate.set()
         assert (await call).finish == "abort"
         assert (toy.submitted, toy.aborted, toy.running) == (["a"], ["a"], {})
-        assert_empty(door)
+        assert_empty(client)
 
     go(main())
 
@@ -764,14 +769,14 @@ def test_a_request_ended_on_its_way_is_ended_when_it_has_arrived() -> None:
 def test_a_response_that_ends_by_itself_in_time_is_whole() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        door = EngineClient(cluster, "me")
-        call = start(door, "a")
+        client = EngineClient(cluster, "me")
+        call = start(client, "a")
         await until(lambda: toy.running)
         toy.finish("a", [1, 2])
-        door.end(["a"])
+        client.end(["a"])
         done = await call
         assert (done.finish, done.ids.tolist()) == ("stop", [1, 2])
-        assert_empty(door)
+        assert_empty(client)
 
     go(main())
 
@@ -780,16 +785,16 @@ def test_a_response_that_ends_by_itself_in_time_is_whole() -> None:
 def test_a_request_cancelled_and_ended_at_once_is_cancelled(after: int) -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        door = EngineClient(cluster, "me")
-        call = start(door, "a")
+        client = EngineClient(cluster, "me")
+        call = start(client, "a")
         await turns(after)
         call.cancel()
-        door.end(["a"])
+        client.end(["a"])
         with pytest.raises(asyncio.CancelledError):
             await call
         await turns(20)
         assert not toy.running
-        assert not door._waiting
+        assert not client._pending
 
     go(main())
 
@@ -808,13 +813,13 @@ def test_the_end_of_one_turn_does_not_end_the_next() -> None:
             return await call(method, args, kwargs)
 
         handle.call = slow  # type: ignore[method-assign]
-        door = EngineClient(cluster, "me")
-        first = start(door, "a")
+        client = EngineClient(cluster, "me")
+        first = start(client, "a")
         await until(lambda: toy.running)
-        door.end(["a"])
+        client.end(["a"])
         toy.finish("a", [1])
         assert (await first).finish == "stop"
-        second = start(door, "a")
+        second = start(client, "a")
         await asyncio.sleep(1)
         gate.set()
         await asyncio.sleep(1)
@@ -831,15 +836,15 @@ def test_the_end_of_one_turn_does_not_end_the_next() -> None:
 def test_a_watch_sees_the_response_grow_and_may_end_it() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        door = EngineClient(cluster, "me")
+        client = EngineClient(cluster, "me")
         seen: list[list[int]] = []
 
         def watch(drawn: PartialResponse) -> bool:
             seen.append(drawn.ids.tolist())
             return drawn.tokens >= 3
 
-        call = start(door, "a", watch=watch)
-        unwatched = start(door, "b")
+        call = start(client, "a", watch=watch)
+        unwatched = start(client, "b")
         await until(lambda: len(toy.running) == 2)
         for token in (11, 12, 13):
             toy.draw("a", token)
@@ -851,7 +856,7 @@ def test_a_watch_sees_the_response_grow_and_may_end_it() -> None:
         assert not unwatched.done()
         toy.finish("b")
         await unwatched
-        assert_empty(door)
+        assert_empty(client)
 
     go(main())
 
@@ -860,8 +865,8 @@ def test_a_response_that_is_being_ended_is_not_watched_any_more() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
         toy.abort = lambda ids: toy.aborted.extend(ids)  # type: ignore[method-assign]
-        door, seen = EngineClient(cluster, "me"), []
-        call = start(door, "a", watch=lambda drawn: bool(seen.append(drawn.tokens)) or True)  # type: ignore[func-returns-value]
+        client, seen = EngineClient(cluster, "me"), []
+        call = start(client, "a", watch=lambda drawn: bool(seen.append(drawn.tokens)) or True)  # type: ignore[func-returns-value]
         await until(lambda: toy.running)
         for token in range(10, 14):
             toy.draw("a", token)

@@ -48,24 +48,24 @@ async def worker_of(runner: ToyRunner) -> RolloutWorker:
 async def reports(worker: RolloutWorker, done: int) -> Report:
     """All that is reported until so many leases are done."""
     whole = Report()
-    while len(whole.done) < done:
+    while len(whole.done_leases) < done:
         report = await worker.report()
-        whole.moves += report.moves
-        whole.outcomes += report.outcomes
-        whole.done += report.done
+        whole.transitions += report.transitions
+        whole.results += report.results
+        whole.done_leases += report.done_leases
     return whole
 
 
 def test_a_lease_is_reported_with_its_moves_and_outcomes_once() -> None:
     async def main() -> None:
         worker = await worker_of(ToyRunner(lambda s: "broken" if s.id == "1.1" else 2.0, lambda s: s.group))
-        worker.take([lease("1"), lease("2", 1)])
+        worker.execute([lease("1"), lease("2", 1)])
         found = await reports(worker, 2)
-        assert found.done == ["1", "2"]
-        paths = {id: [m.state for m in found.moves if m.sample == id] for id in ("1.0", "1.1", "2.0")}
+        assert found.done_leases == ["1", "2"]
+        paths = {id: [m.state for m in found.transitions if m.sample == id] for id in ("1.0", "1.1", "2.0")}
         scored = ["generating", "scoring", "scored"]
         assert paths == {"1.0": scored, "1.1": ["generating", "failed"], "2.0": scored}
-        assert [(o.sample, o.reward, o.tokens, o.response_tokens, o.finish) for o in found.outcomes] == [
+        assert [(o.sample, o.reward, o.tokens, o.response_tokens, o.finish) for o in found.results] == [
             ("1.0", 2.0, 4, 2, "stop"),
             ("1.1", 0.0, 0, 0, None),
             ("2.0", 2.0, 5, 3, "stop"),
@@ -84,14 +84,14 @@ def test_moves_wait_a_moment_for_company_and_a_done_lease_for_nothing() -> None:
         worker = await worker_of(ToyRunner(lambda s: 1.0, lambda s: 0.1))
         asking = asyncio.create_task(worker.report())
         await turns()
-        worker.take([lease("1", 3)])
+        worker.execute([lease("1", 3)])
         found = await asking
-        assert (len(found.moves), found.done, now_s()) == (9, ["1"], pytest.approx(0.1))
+        assert (len(found.transitions), found.done_leases, now_s()) == (9, ["1"], pytest.approx(0.1))
         worker._runner = ToyRunner(lambda s: 1.0, lambda s: 100).of(worker)
-        worker.take([lease("2", 3)])
+        worker.execute([lease("2", 3)])
         began = now_s()
         found = await worker.report()
-        assert (len(found.moves), found.done, now_s() - began) == (3, [], pytest.approx(GATHER_S))
+        assert (len(found.transitions), found.done_leases, now_s() - began) == (3, [], pytest.approx(GATHER_S))
         await worker.close()
 
     go(main())
@@ -110,14 +110,14 @@ def test_a_sample_that_waits_for_a_seat_is_reported_at_once() -> None:
     async def main() -> None:
         run = await party(2)
         (worker,) = run.workers
-        worker.take([lease("1")])
+        worker.execute([lease("1")])
         await until(lambda: len(run.running) == 2)
         await worker.report()
         began = now_s()
         run.toys[0].draw("1.0", 11)
-        worker.take([SampleCommand("1.0", "requeue", "make room")])
+        worker.execute([SampleCommand("1.0", "requeue", "make room")])
         found = await worker.report()
-        assert [(m.sample, m.state, m.reason) for m in found.moves] == [("1.0", "queued", "make room")]
+        assert [(m.sample, m.state, m.reason) for m in found.transitions] == [("1.0", "queued", "make room")]
         assert now_s() - began < GATHER_S / 2
         await worker.close()
 
@@ -128,14 +128,14 @@ def test_an_error_is_raised_once_and_ends_what_the_worker_holds() -> None:
     async def main() -> None:
         runner = ToyRunner(lambda s: OSError(f"by {s.id}"), lambda s: 0.1 if s.id in ("1.1", "2.0") else 1000)
         worker = await worker_of(runner)
-        worker.take([lease("1"), lease("2"), lease("3")])
+        worker.execute([lease("1"), lease("2"), lease("3")])
         with pytest.raises(OSError, match=r"by (1\.1|2\.0)"):
             await worker.report()
         await turns()
         assert sorted(runner.cancelled) == ["1.0", "2.1", "3.0", "3.1"]
         assert await worker.report() == Report()
         await worker.close()
-        assert not worker._held
+        assert not worker._leases
 
     go(main())
 
@@ -146,15 +146,15 @@ def test_a_cancelled_lease_is_forgotten_with_what_was_to_be_said_of_it(after: in
     async def main() -> None:
         runner = ToyRunner(lambda s: 1.0, lambda s: 0.1)
         worker = await worker_of(runner)
-        worker.take([lease("1"), lease("2")])
+        worker.execute([lease("1"), lease("2")])
         await asyncio.sleep(after_s)
         await turns(after)
         await worker.cancel(["1", "unknown"])
-        assert set(worker._held) == {"2"}
-        assert set(worker._samples_here) == {"2.0", "2.1"}
+        assert set(worker._leases) == {"2"}
+        assert set(worker._samples) == {"2.0", "2.1"}
         found = await reports(worker, 1)
-        assert (found.done, {m.sample for m in found.moves}) == (["2"], {"2.0", "2.1"})
-        assert {outcome.sample for outcome in found.outcomes} == {"2.0", "2.1"}
+        assert (found.done_leases, {m.sample for m in found.transitions}) == (["2"], {"2.0", "2.1"})
+        assert {outcome.sample for outcome in found.results} == {"2.0", "2.1"}
 
     go(main())
 
@@ -163,11 +163,11 @@ def test_closing_ends_every_lease() -> None:
     async def main() -> None:
         runner = ToyRunner(lambda s: 1.0, lambda s: 1000)
         worker = await worker_of(runner)
-        worker.take([lease("1"), lease("2")])
+        worker.execute([lease("1"), lease("2")])
         await turns()
         await worker.close()
         assert sorted(runner.cancelled) == ["1.0", "1.1", "2.0", "2.1"]
-        assert not worker._samples_here
+        assert not worker._samples
 
     go(main())
 
@@ -175,7 +175,7 @@ def test_closing_ends_every_lease() -> None:
 def test_a_worker_that_is_not_connected_says_so() -> None:
     async def main() -> None:
         (worker,) = rollouts(1).workers
-        worker.take([lease("1")])
+        worker.execute([lease("1")])
         with pytest.raises(AssertionError, match="connected before it takes leases"):
             await worker.report()
 
@@ -187,17 +187,17 @@ def test_columns_are_the_token_logs_a_block_a_group() -> None:
         run = await party()
         run.toys[0].says = lambda request: [int(request.id[0]) + 5, *[9] * int(request.id[-1]), END]
         (worker,) = run.workers
-        worker.take([lease("1"), lease("2", 3)])
+        worker.execute([lease("1"), lease("2", 3)])
         await reports(worker, 2)
         blocks = worker.columns([["2.2", "2.0"], ["1.1"], []])
         assert len(blocks) == 3
         for names, block in zip([["2.2", "2.0"], ["1.1"], []], blocks, strict=True):
-            logs = [worker._samples_here[name].log for name in names]
+            logs = [worker._samples[name].log for name in names]
             for column in ("ids", "loss_mask", "behaviour", "versions"):
                 expected = [value for log in logs for value in getattr(log, column).tolist()]
                 assert block.column(column).tolist() == expected
                 assert block.column(column).dtype == getattr(Sample("", TASK, 0, 1.0).log, column).dtype
-        assert worker.texts(["1.1"]) == [run.workers[0]._samples_here["1.1"].response.text]  # type: ignore[union-attr]
+        assert worker.texts(["1.1"]) == [run.workers[0]._samples["1.1"].response.text]  # type: ignore[union-attr]
 
     go(main())
 
@@ -205,15 +205,15 @@ def test_columns_are_the_token_logs_a_block_a_group() -> None:
 def test_forgetting_frees_the_tokens() -> None:
     async def main() -> None:
         worker = await worker_of(ToyRunner(lambda s: 1.0))
-        worker.take([lease("1"), lease("2")])
+        worker.execute([lease("1"), lease("2")])
         await reports(worker, 2)
         worker.release(["1", "unknown"])
-        assert set(worker._samples_here) == {"2.0", "2.1"}
+        assert set(worker._samples) == {"2.0", "2.1"}
         with pytest.raises(KeyError):
             worker.columns([["1.0"]])
         worker.release(["2"])
-        assert not worker._samples_here
-        assert not worker._held
+        assert not worker._samples
+        assert not worker._leases
 
     go(main())
 
@@ -222,9 +222,9 @@ async def _report_of(length: int) -> tuple[Report, Party]:
     run = await party(judge=lambda task, response: 0.5)
     run.toys[0].says = lambda request: [9] * length
     run.toys[0].context = 10**6
-    run.workers[0].take([lease("1", 4)])
+    run.workers[0].execute([lease("1", 4)])
     found = await reports(run.workers[0], 1)
-    assert [outcome.response_tokens for outcome in found.outcomes] == [length] * 4
+    assert [outcome.response_tokens for outcome in found.results] == [length] * 4
     return found, run
 
 
@@ -232,7 +232,7 @@ def test_a_report_does_not_grow_with_the_responses() -> None:
     async def main() -> None:
         (short, _), (long, run) = await _report_of(10), await _report_of(10_000)
         assert abs(len(pickle.dumps(long)) - len(pickle.dumps(short))) < 64
-        assert len(pickle.dumps(token_block(list(run.workers[0]._samples_here.values())))) > 100_000
+        assert len(pickle.dumps(token_block(list(run.workers[0]._samples.values())))) > 100_000
 
     go(main())
 
@@ -242,11 +242,11 @@ def test_a_leases_samples_are_what_it_says() -> None:
         seen: list[Sample] = []
         runner = ToyRunner(lambda s: seen.append(s) or 1.0)  # type: ignore[func-returns-value]
         worker = await worker_of(runner)
-        worker.take([lease("7", 2)])
+        worker.execute([lease("7", 2)])
         await reports(worker, 1)
         assert [(s.id, s.task, s.group, s.temperature) for s in seen] == [("7.0", TASK, 7, 0.5), ("7.1", TASK, 7, 0.5)]
         assert [s.tries for s in seen] == [2, 2]
-        assert np.array_equal(seen[0].log.ids, worker._samples_here["7.0"].log.ids)
+        assert np.array_equal(seen[0].log.ids, worker._samples["7.0"].log.ids)
 
     go(main())
 
@@ -262,7 +262,7 @@ def test_what_is_reported_makes_the_same_ledger_as_carrying_them_here() -> None:
         run.workers[0]._runner._lifecycle = life
         for sample in (Sample(s.id, s.task, 0, 0.5) for s in samples):
             life.move(sample, "queued")
-            run.workers[0]._seats.give(EngineAssignment(sample.id, 0, run.pool.version))
+            run.workers[0]._assignments.assign(EngineAssignment(sample.id, 0, run.pool.version))
             await run.workers[0]._runner.run(sample)
         for id in ("0.0", "0.1"):
             told = [(r.state, r.reason, r.info) for r in run.moves.records if r.sample == id]
@@ -275,7 +275,7 @@ def test_requests_still_running_are_aborted_when_their_lease_is_cancelled() -> N
     async def main() -> None:
         run = await party(2)
         (worker,) = run.workers
-        worker.take([lease("1", engine=0), lease("2", engine=1)])
+        worker.execute([lease("1", engine=0), lease("2", engine=1)])
         await until(lambda: len(run.running) == 4)
         run.toys[0].finish("1.0", [END])
         await until(lambda: run.judges[0].judged)
@@ -291,7 +291,7 @@ def test_requests_still_running_are_aborted_when_their_lease_is_cancelled() -> N
 
 
 def states(worker: RolloutWorker) -> dict[str, str]:
-    return {id: sample.state for id, sample in worker._samples_here.items()}
+    return {id: sample.state for id, sample in worker._samples.items()}
 
 
 def test_what_is_being_generated_is_paused_and_goes_on_and_nothing_else_is() -> None:
@@ -299,7 +299,7 @@ def test_what_is_being_generated_is_paused_and_goes_on_and_nothing_else_is() -> 
         run = await party(1)
         (worker,) = run.workers
         run.judges[0].gate.clear()
-        worker.take([lease("1", 3), lease("2", 1, task=episode_of(1.0))])
+        worker.execute([lease("1", 3), lease("2", 1, task=episode_of(1.0))])
         run.envs[0].gate.clear()
         await until(lambda: len(run.running) == 3)
         run.answer("1.2")
@@ -317,14 +317,14 @@ def test_what_is_being_generated_is_paused_and_goes_on_and_nothing_else_is() -> 
         await until(lambda: "2.0" in run.running)
         run.answer()
         found = await reports(worker, 2)
-        assert [m.state for m in found.moves if m.sample == "1.0"] == [
+        assert [m.state for m in found.transitions if m.sample == "1.0"] == [
             "generating",
             "paused",
             "generating",
             "scoring",
             "scored",
         ]
-        assert {outcome.finish for outcome in found.outcomes} == {"stop"}
+        assert {outcome.finish for outcome in found.results} == {"stop"}
 
     go(main())
 
@@ -334,24 +334,24 @@ def test_what_is_displaced_waits_for_a_seat_with_what_it_has(engine: int | None)
     async def main() -> None:
         run = await party(2)
         (worker,) = run.workers
-        worker.take([lease("1", engine=0), lease("2", engine=1), lease("3", 1, engine=1)])
+        worker.execute([lease("1", engine=0), lease("2", engine=1), lease("3", 1, engine=1)])
         await until(lambda: len(run.running) == 5)
         run.toys[1].draw("2.0", 11, 12)
-        worker._lifecycle.move(worker._samples_here["2.1"], "paused")
+        worker._lifecycle.move(worker._samples["2.1"], "paused")
         run.answer("3.0")
         await until(lambda: states(worker)["3.0"] == "scored")
-        await run.pool.displace("new weights", engine)
+        await run.pool.requeue_generating("new weights", engine)
         await turns(40)
         off = {id for id, state in states(worker).items() if state == "queued"}
         assert off == ({"2.0", "2.1"} if engine == 1 else {"1.0", "1.1", "2.0", "2.1"})
         assert run.running == {"1.0", "1.1", "2.0", "2.1"} - off
-        worker.take([EngineAssignment(id, 0) for id in sorted(off)])
+        worker.execute([EngineAssignment(id, 0) for id in sorted(off)])
         await until(lambda: len(run.running) == 4)
         assert run.toys[0].running["2.0"].ids.tolist()[-2:] == [11, 12]
         run.answer()
         found = await reports(worker, 3)
-        assert [m.reason for m in found.moves if m.state == "queued"] == ["new weights"] * len(off)
-        assert len(found.outcomes) == 5
+        assert [m.reason for m in found.transitions if m.state == "queued"] == ["new weights"] * len(off)
+        assert len(found.results) == 5
 
     go(main())
 
@@ -361,7 +361,7 @@ async def at_state(run: Party, worker: RolloutWorker, state: str) -> None:
     run.judges[0].gate.clear()
     run.envs[0].gate.clear()
     task = episode_of(1.0, 1.0) if state == "acting" else TASK
-    worker.take([lease("1", 2, task=task)])
+    worker.execute([lease("1", 2, task=task)])
     if state == "acting":
         await until(lambda: run.env_log.count("reset 1.0.2") == 1)
     elif state == "new":
@@ -369,7 +369,7 @@ async def at_state(run: Party, worker: RolloutWorker, state: str) -> None:
     else:
         await until(lambda: "1.0" in run.running)
     if state == "queued":
-        await run.pool.displace("away")
+        await run.pool.requeue_generating("away")
         await turns(40)
     elif state == "paused":
         worker.pause()
@@ -389,31 +389,31 @@ def test_a_sample_is_dropped_whatever_it_is_at_and_its_siblings_go_on(state: str
         run = await party(1)
         (worker,) = run.workers
         await at_state(run, worker, state)
-        worker.take([SampleCommand("1.0", "drop", "not wanted")] * times)
+        worker.execute([SampleCommand("1.0", "drop", "not wanted")] * times)
         await turns(60)
         run.judges[0].gate.set()
         run.envs[0].gate.set()
         for _ in range(4):
             if states(worker).get("1.1") == "queued":
-                worker.take([EngineAssignment("1.1", 0)])
+                worker.execute([EngineAssignment("1.1", 0)])
             await asyncio.sleep(1)
             run.answer()
         found = await reports(worker, 1)
-        moves = {id: [m.state for m in found.moves if m.sample == id] for id in ("1.0", "1.1")}
+        moves = {id: [m.state for m in found.transitions if m.sample == id] for id in ("1.0", "1.1")}
         for path in moves.values():
             assert all(after in MOVES[before] for before, after in zip(["queued", *path], path, strict=False))
         if state in ("scored", "new"):  # too late for it, or too early
             assert moves["1.0"][-1] in ("scored", "dropped")
         else:
             assert (moves["1.0"][-1], states(worker)["1.0"]) == ("dropped", "dropped")
-            assert [m.reason for m in found.moves if m.state == "dropped"] == ["not wanted"]
+            assert [m.reason for m in found.transitions if m.state == "dropped"] == ["not wanted"]
         assert moves["1.1"][-1] == "scored"
-        assert {outcome.sample for outcome in found.outcomes} == {"1.0", "1.1"}
+        assert {outcome.sample for outcome in found.results} == {"1.0", "1.1"}
         assert not run.running
         assert not run.envs[0].episodes
         await worker.close()
-        run.pool.tokens._homes.clear()
-        assert not worker._held
+        run.pool.tokens._locations.clear()
+        assert not worker._leases
 
     go(main())
 
@@ -432,12 +432,12 @@ def test_a_sample_dropped_on_its_way_to_an_engine_is_taken_off_it_whatever_else_
             return await call(method, args, kwargs)
 
         handle.call = slow
-        worker.take([lease("1")])
+        worker.execute([lease("1")])
         await asyncio.sleep(1)
-        worker.take([SampleCommand("1.0", "drop", "not wanted")])
+        worker.execute([SampleCommand("1.0", "drop", "not wanted")])
         await asyncio.sleep(1)
         if then == "dropped":
-            worker.take([SampleCommand("1.0", "drop", "not wanted")])
+            worker.execute([SampleCommand("1.0", "drop", "not wanted")])
         else:
             ending = asyncio.create_task(worker.cancel(["1"]))
         await asyncio.sleep(1)
@@ -463,12 +463,12 @@ def test_orders_for_samples_that_are_not_here_are_ignored() -> None:
             EngineAssignment("9.9", 0),
             *(SampleCommand("9.9", how, "?") for how in ("end", "requeue", "drop")),
         ]  # type: ignore[arg-type]
-        worker.take([*strange, lease("1")])
+        worker.execute([*strange, lease("1")])
         await reports(worker, 1)
         worker.release(["1"])
-        worker.take([EngineAssignment("1.0", 0), SampleCommand("1.0", "drop", "?")])
-        assert not worker._seats._given
-        assert not worker._samples_here
+        worker.execute([EngineAssignment("1.0", 0), SampleCommand("1.0", "drop", "?")])
+        assert not worker._assignments._assigned
+        assert not worker._samples
 
     go(main())
 
@@ -478,11 +478,11 @@ def test_a_lease_taken_again_starts_anew() -> None:
         run = await party(1)
         (worker,) = run.workers
         for text in ("4", "5"):
-            worker.take([lease("1")])
+            worker.execute([lease("1")])
             await until(lambda: len(run.running) == 2)
             run.answer(text=text)
             found = await reports(worker, 1)
-            assert [outcome.reward for outcome in found.outcomes] == [float(text == "4")] * 2
+            assert [outcome.reward for outcome in found.results] == [float(text == "4")] * 2
         assert worker.texts(["1.0"]) == ["5"]
 
     go(main())
@@ -492,7 +492,7 @@ def test_masked_columns_have_no_loss_on_old_tokens() -> None:
     async def main() -> None:
         run = await party(1)
         (worker,) = run.workers
-        worker.take([lease("1", 1)])
+        worker.execute([lease("1", 1)])
         await until(lambda: run.running)
         run.toys[0].version = 4
         run.toys[0].draw("1.0", 11)
@@ -517,42 +517,42 @@ def test_whatever_is_done_to_its_samples_a_lease_is_reported_done_once(seed: int
         whole = Report()
 
         async def listen() -> None:
-            while len(whole.done) < 3:
+            while len(whole.done_leases) < 3:
                 report = await worker.report()
-                whole.moves.extend(report.moves)
-                whole.outcomes.extend(report.outcomes)
-                whole.done.extend(report.done)
+                whole.transitions.extend(report.transitions)
+                whole.results.extend(report.results)
+                whole.done_leases.extend(report.done_leases)
 
         listening = asyncio.create_task(listen())
         names = [f"{key}.{i}" for key in "123" for i in range(2)]
-        worker.take([lease("1"), lease("2", engine=1), lease("3", task=episode_of(0.5, 0.5))])
+        worker.execute([lease("1"), lease("2", engine=1), lease("3", task=episode_of(0.5, 0.5))])
         while not listening.done():
             await some_time(rng)
             for _ in range(rng.randrange(3)):
                 what = rng.choice(["pause", "resume", "displace", "stop", "stop"])
                 if what == "displace":
-                    await run.pool.displace("off", rng.choice([None, 0, 1]))
+                    await run.pool.requeue_generating("off", rng.choice([None, 0, 1]))
                 elif what == "stop":
                     how: Any = rng.choice(["end", "requeue", "drop"])
-                    worker.take([SampleCommand(rng.choice(names), how, how)])
+                    worker.execute([SampleCommand(rng.choice(names), how, how)])
                 else:
                     getattr(worker, what)()
             for name, state in states(worker).items():
-                if state == "queued" and worker._seats.engine(name) is None:
-                    worker.take([EngineAssignment(name, rng.randrange(2))])
+                if state == "queued" and worker._assignments.engine(name) is None:
+                    worker.execute([EngineAssignment(name, rng.randrange(2))])
         await listening
-        assert sorted(whole.done) == ["1", "2", "3"]
-        assert sorted(outcome.sample for outcome in whole.outcomes) == names
+        assert sorted(whole.done_leases) == ["1", "2", "3"]
+        assert sorted(outcome.sample for outcome in whole.results) == names
         for name in names:
-            path = [m.state for m in whole.moves if m.sample == name]
+            path = [m.state for m in whole.transitions if m.sample == name]
             assert all(after in MOVES[before] for before, after in zip(["queued", *path], path, strict=False))
             assert path[-1] in ("scored", "dropped")
         assert not run.running
         assert not run.envs[0].episodes
         assert worker._runner is not None
-        assert not worker._runner._stops
+        assert not worker._runner._commands
         assert not worker._tasks
         worker.release(["1", "2", "3"])
-        assert not worker._seats._given
+        assert not worker._assignments._assigned
 
     go(main())

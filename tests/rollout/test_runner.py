@@ -48,7 +48,7 @@ from roll.env.state_key import state_of
 from roll.model.chat import ChatRenderer
 from roll.model.tiny import character_tokenizer
 from roll.reward import ScoreFailure
-from roll.rollout.early_stop import EarlyEnd, RunningResponse
+from roll.rollout.early_stop import EarlyStop, RunningResponse
 from roll.rollout.engine_client import EngineClient
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.messages import EngineAssignment, SampleCommand
@@ -63,7 +63,7 @@ class Setting:
     """A runner over toys, and the ledger of its moves."""
 
     runner: SampleRunner
-    seats: EngineAssignments
+    assignments: EngineAssignments
     handles: list[Mortal]
     toys: list[ToyEngine]
     judges: list[ToyRewards]
@@ -85,7 +85,7 @@ class Setting:
         sample = Sample(id, task or Task.ask("t", "2+2", "4"), 4, temperature)
         self.life.move(sample, "queued")
         if engine is not None:
-            self.seats.give(EngineAssignment(id, engine, 3))
+            self.assignments.assign(EngineAssignment(id, engine, 3))
         return sample
 
     def start(self, sample: Sample, *siblings: Sample) -> asyncio.Task[None]:
@@ -105,7 +105,7 @@ async def setting(
     graders: int = 1,
     envs: int = 1,
     worker: int = 0,
-    early_stop: EarlyEnd | None = None,
+    early_stop: EarlyStop | None = None,
     max_turns: int = 16,
     env: dict[str, Any] | None = None,
     domains: dict[str, Any] | None = None,
@@ -121,7 +121,7 @@ async def setting(
             toy.says = lambda request: spoken(says)
     handles = [Mortal(handle) for handle in cluster._handles]
     moves: Any = Moves()
-    life, seats = Lifecycle(moves), EngineAssignments()
+    life, assignments = Lifecycle(moves), EngineAssignments()
     renderer = ChatRenderer(TOKENIZER, (END,))
     judging, judges = await rewards(judge, graders)
     acting, playing, log = await environments(envs)
@@ -130,7 +130,7 @@ async def setting(
         Backends(judging, acting),
         renderer,
         life,
-        seats,
+        assignments,
         config,
         stop_ids=(END,),
         context=1024,
@@ -139,7 +139,7 @@ async def setting(
     )
     graders_of: Any = judging._handles
     worlds: Any = acting._handles
-    return Setting(runner, seats, handles, toys, judges, graders_of, playing, worlds, log, moves, life)
+    return Setting(runner, assignments, handles, toys, judges, graders_of, playing, worlds, log, moves, life)
 
 
 # one response
@@ -220,7 +220,7 @@ def test_what_engines_spent_on_a_response_counts_and_what_it_waited_for_them_doe
         run.runner.stop(SampleCommand("4.2", "requeue", "the trainer needs the device"))
         await until(lambda: sample.state == "queued")
         await asyncio.sleep(1000.0)
-        run.seats.give(EngineAssignment("4.2", 0, 3))
+        run.assignments.assign(EngineAssignment("4.2", 0, 3))
         await until(lambda: sample.state == "generating")
         await asyncio.sleep(waits_s)
         if state == "scored":
@@ -467,10 +467,10 @@ def test_a_sample_whose_engine_dies_goes_on_elsewhere_from_what_was_heard_of_it(
         run.toys[0].draw("4.2", 14)  # nobody hears of it
         run.kill_engine(0)
         await until(lambda: sample.state == "queued")
-        assert run.seats.engine("4.2") is None
+        assert run.assignments.engine("4.2") is None
         assert not run.toys[1].running
         run.toys[1].version = 4
-        run.seats.give(EngineAssignment("4.2", 1, 4))
+        run.assignments.assign(EngineAssignment("4.2", 1, 4))
         await until(lambda: run.toys[1].running)
         asked = run.toys[1].running["4.2"]
         assert asked.ids.tolist() == [*PROMPT, 11, 12, 13]
@@ -520,7 +520,7 @@ def test_an_engine_that_dies_while_its_samples_are_paused() -> None:
         run.life.move(sample, "paused")
         run.kill_engine(0)
         await until(lambda: sample.state == "queued")
-        run.seats.give(EngineAssignment("4.2", 1, 4))
+        run.assignments.assign(EngineAssignment("4.2", 1, 4))
         await until(lambda: run.toys[1].running)
         run.toys[1].finish("4.2", spoken("4"))
         await call
@@ -559,7 +559,7 @@ def test_whenever_engines_die_a_response_is_what_it_would_have_been(seed: int, n
             run.toys[at] = toy
             at = rng.randrange(2)
             run.toys[at].version = version
-            run.seats.give(EngineAssignment(sample.id, at, version))
+            run.assignments.assign(EngineAssignment(sample.id, at, version))
         await call
         asked = Request(sample.id, np.array(PROMPT, np.int32), SamplingParams(new_tokens, seed=seed_of(11, sample.id)))
         response = undisturbed(asked)
@@ -613,14 +613,14 @@ def test_a_response_that_is_requeued_goes_on_from_its_prefix() -> None:
         assert run.toys[0].aborted == ["4.2"]
         assert run.moves.reasons("4.2")[2] == ("queued", "another is more urgent")
         assert run.moves.infos("4.2")[2][1] == {"tokens": 2}
-        run.seats.give(EngineAssignment("4.2", 1))
+        run.assignments.assign(EngineAssignment("4.2", 1))
         await until(lambda: run.toys[1].running)
         asked = run.toys[1].running["4.2"]
         assert (asked.ids.tolist(), asked.sampling.max_new_tokens) == ([*PROMPT, 11, 12], 6)
         run.toys[1].finish("4.2", spoken("4"))
         await call
         assert (sample.finish, sample.ended, sample.response_tokens) == ("stop", "", 4)
-        assert not run.runner._stops
+        assert not run.runner._commands
 
     go(main())
 
@@ -637,7 +637,7 @@ def test_a_response_that_ends_by_itself_before_it_could_be_stopped_is_whole() ->
             await call
             assert (sample.state, sample.finish, sample.ended) == ("scored", "stop", "")
             assert run.moves.reasons(sample.id)[2] == ("scoring", "")
-        assert not run.runner._stops
+        assert not run.runner._commands
 
     go(main())
 
@@ -655,10 +655,10 @@ def test_only_what_is_being_generated_can_be_stopped(how: Any) -> None:
         for id in ("1.0", "2.0"):
             run.runner.stop(SampleCommand(id, how, "why"))
         run.judges[0].gate.set()
-        run.seats.give(EngineAssignment("1.0", 0))
+        run.assignments.assign(EngineAssignment("1.0", 0))
         await asyncio.gather(*calls)
         assert [(s.state, s.finish, s.ended) for s in (waiting, judged)] == [("scored", "stop", "")] * 2
-        assert not run.runner._stops
+        assert not run.runner._commands
 
     go(main())
 
@@ -706,9 +706,9 @@ def test_a_predicate_sees_what_was_drawn_on_earlier_engines_too() -> None:
         run.toys[0].draw("4.2", 11, 12)
         await asyncio.sleep(PROGRESS_S + 0.1)
         run.kill_engine(0)
-        run.seats.mark_dead("4.2")
+        run.assignments.remove("4.2")
         await until(lambda: sample.state == "queued")
-        run.seats.give(EngineAssignment("4.2", 1))
+        run.assignments.assign(EngineAssignment("4.2", 1))
         await until(lambda: run.toys[1].running)
         run.toys[1].draw("4.2", 13)
         await asyncio.sleep(PROGRESS_S + 0.1)
@@ -861,10 +861,10 @@ def test_an_episode_that_was_lost_or_took_its_process_along_starts_anew(kind: An
         while not call.done():
             await asyncio.sleep(0.1)
             if sample.state == "queued":
-                assert run.seats.engine("4.2") is None  # of its last try
-                run.seats.give(EngineAssignment("4.2", 0))
-            elif sample.state == "acting" and run.seats.engine("4.2") is None:
-                run.seats.give(EngineAssignment("4.2", 0))
+                assert run.assignments.engine("4.2") is None  # of its last try
+                run.assignments.assign(EngineAssignment("4.2", 0))
+            elif sample.state == "acting" and run.assignments.engine("4.2") is None:
+                run.assignments.assign(EngineAssignment("4.2", 0))
         await call
         assert (sample.state, sample.reward, sample.turns, sample.tries) == ("scored", 1.0, 2, 3)
         assert (sample.turn_rewards, len(sample.turn_states)) == ([0.5, 0.5], 2)
@@ -923,7 +923,7 @@ def test_an_environment_worker_that_dies_takes_its_episodes_along_and_they_start
         sample = run.sample(episode_of(0.5, 0.5))
         call = run.start(sample)
         await until(lambda: run.moves.of("4.2").count("queued") == 2)
-        run.seats.give(EngineAssignment("4.2", 0))
+        run.assignments.assign(EngineAssignment("4.2", 0))
         await call
         assert (sample.state, sample.reward, sample.kills, sample.tries) == ("scored", 1.0, 0, 1)
         assert ("failed", "environment worker died: env[0]") in run.moves.reasons("4.2")
@@ -956,7 +956,7 @@ def test_an_engine_that_dies_during_an_episode_costs_no_turn() -> None:
         run.kill_engine(0)
         await until(lambda: sample.state == "queued")
         run.toys[1].says = lambda request: [END]
-        run.seats.give(EngineAssignment("4.2", 1))
+        run.assignments.assign(EngineAssignment("4.2", 1))
         await call
         assert (sample.state, sample.turns, sample.tries, sample.reward) == ("scored", 2, 1, 1.0)
         path = ["queued", "acting", "generating", "queued", "generating", "acting", "generating", "acting"]
@@ -1095,7 +1095,7 @@ def test_a_new_try_starts_without_what_the_last_one_left() -> None:
         run.toy.draw("4.2", 11)
         run.runner.stop(SampleCommand("4.2", "end", "of the first try"))
         await until(lambda: sample.tries == 2)
-        run.seats.give(EngineAssignment("4.2", 0))
+        run.assignments.assign(EngineAssignment("4.2", 0))
         await until(lambda: run.toy.running)
         run.toy.finish("4.2", spoken("4"))
         await call
@@ -1140,8 +1140,8 @@ def test_random_troubles_of_environments_never_leave_an_episode_open() -> None:
             while not all(call.done() for call in calls):
                 await some_time(rng)
                 for sample in samples:
-                    if sample.state == "queued" and run.seats.engine(sample.id) is None:
-                        run.seats.give(EngineAssignment(sample.id, 0))
+                    if sample.state == "queued" and run.assignments.engine(sample.id) is None:
+                        run.assignments.assign(EngineAssignment(sample.id, 0))
             await asyncio.gather(*calls)
             for sample in samples:
                 assert sample.state in ("scored", "failed")

@@ -55,17 +55,17 @@ class World:
 
     def watch_volume(self) -> None:
         """Holds at every moment that a group is issued that there are not too many."""
-        books, issue = self.scheduler._group_table, self.scheduler._group_table.issue
+        table, issue = self.scheduler._group_table, self.scheduler._group_table.issue
 
         def watched(group: Group) -> None:
             issue(group)
             self.issued[group.index] = group
-            self.most_charged = max(self.most_charged, books.charged)
-            assert books.charged <= self.capacity
-            assert not set(books.open) & set(books.ready)
-            assert not (set(books.open) | set(books.ready)) & set(books.taken)
+            self.most_charged = max(self.most_charged, table.in_flight)
+            assert table.in_flight <= self.capacity
+            assert not set(table.open) & set(table.ready)
+            assert not (set(table.open) | set(table.ready)) & set(table.taken)
 
-        books.issue = watched  # type: ignore[method-assign]
+        table.issue = watched  # type: ignore[method-assign]
 
     def assert_young(self, rollout: RolloutBatch) -> None:
         """None of the tokens that count is older than allowed."""
@@ -92,10 +92,10 @@ class World:
         self.served = new
         if rng is not None:
             await some_time(rng)
-        self.scheduler.published(new)
+        self.scheduler.after_publish(new)
         self.version = new
         if rollout is not None:
-            self.scheduler.trained(rollout, new)
+            self.scheduler.mark_trained(rollout, new)
             await self.pool.tokens.release(rollout.samples)
 
     async def step(self) -> RolloutBatch:
@@ -117,7 +117,7 @@ async def world(
     moves: Any = Moves()
     runner = ToyRunner(outcome, delay, length=lambda sample: 4)
     pool = await runner.pool(workers, 2, settings.max_attempts, max_running=max_running)
-    order = EpochSampler(TASKS.train, 5, shape=BatchPolicy(settings.oversample, settings.batch_selection))
+    order = EpochSampler(TASKS.train, 5, batch_policy=BatchPolicy(settings.oversample, settings.batch_selection))
     keep = make_filter(settings.filter)
     made = World(settings, runner, pool, RolloutScheduler(order, pool, Lifecycle(moves), settings, keep), moves)
     runner.version = lambda: made.served
@@ -360,7 +360,7 @@ def test_a_group_that_ran_again_does_not_hide_an_older_one_from_those_who_wait()
         rollout = await run.scheduler.next_rollout()  # 0 and 1; 2 runs on, and 3 is ready
         assert indices(rollout.kept) == [0, 1]
         await run.publish()
-        run.scheduler.give_back(rollout, "tokens lost: ?")  # 0 and 1 run again, of version 1
+        run.scheduler.requeue_batch(rollout, "tokens lost: ?")  # 0 and 1 run again, of version 1
         rollout = await run.scheduler.next_rollout()
         assert 2 in indices(rollout.kept)  # of version 0: now or never
         await run.scheduler.close()
@@ -377,7 +377,7 @@ def test_a_group_that_ran_again_is_as_young_as_its_new_beginning() -> None:
         rollout = await run.scheduler.next_rollout()
         assert indices(rollout.kept) == [0]
         await run.publish()
-        run.scheduler.give_back(rollout, "tokens lost: ?")  # it runs again, of version 1
+        run.scheduler.requeue_batch(rollout, "tokens lost: ?")  # it runs again, of version 1
         began = asyncio.get_running_loop().time()
         rollout = await run.scheduler.next_rollout()
         assert indices(rollout.kept) == [1]
@@ -430,11 +430,11 @@ def test_whatever_happens_there_is_never_too_much_or_too_old_and_every_group_end
                 worker = noise.randrange(len(crew.workers))
                 crew.kill(worker)
                 await turns(noise.randrange(5))
-                run.pool.lost(worker, f"rollout worker died: rollout[{worker}]")
+                run.pool.worker_lost(worker, f"rollout worker died: rollout[{worker}]")
                 scheduler.worker_lost(worker, f"rollout worker died: rollout[{worker}]")
                 await asyncio.sleep(noise.choice([0.1, 3.0]))
                 crew.revive(worker)
-                run.pool.joined(worker)
+                run.pool.worker_joined(worker)
 
         losing = asyncio.create_task(lose_workers()) if deaths else None
         try:
@@ -446,11 +446,11 @@ def test_whatever_happens_there_is_never_too_much_or_too_old_and_every_group_end
                 assert indices(rollout.kept) == sorted(indices(rollout.kept))
                 await some_time(rng)  # training
                 if rng.random() < 0.15:
-                    scheduler.give_back(rollout, "tokens lost: rollout[0] died")
+                    scheduler.requeue_batch(rollout, "tokens lost: rollout[0] died")
                     continue
                 seen += rollout.groups
                 await run.publish(rollout, rng)
-                assert {s.state for s in rollout.trained} <= {"trained"}
+                assert {s.state for s in rollout.trained_samples} <= {"trained"}
                 assert {s.state for g in rollout.groups for s in g.samples} <= ENDS
         finally:
             if losing is not None:
@@ -459,7 +459,7 @@ def test_whatever_happens_there_is_never_too_much_or_too_old_and_every_group_end
         counted = Counter(indices(seen))
         assert max(counted.values(), default=1) == 1
         under_way = {*scheduler._group_table.open, *scheduler._group_table.ready, *scheduler._group_table.taken}
-        ended_since = set(indices(scheduler._tally.ended))
+        ended_since = set(indices(scheduler._counters.ended))
         assert set(run.issued) == set(counted) | under_way | ended_since
         assert not set(counted) & under_way
         for index, group in run.issued.items():
@@ -470,12 +470,12 @@ def test_whatever_happens_there_is_never_too_much_or_too_old_and_every_group_end
                 assert (sample.state in ENDS) or index in under_way
         await scheduler.close()
         await asyncio.sleep(1)
-        assert not run.pool._out
+        assert not run.pool._in_flight
         assert not run.pool._by_sample
         assert [run.pool._router.running(engine) for engine in range(2)] == [0, 0]
         left = {sample.id for index in under_way for sample in run.issued[index].samples}
-        left |= {sample.id for group in scheduler._tally.ended for sample in group.samples}
-        assert set(run.pool.tokens._homes) <= left
+        left |= {sample.id for group in scheduler._counters.ended for sample in group.samples}
+        assert set(run.pool.tokens._locations) <= left
 
     go(main())
 

@@ -36,7 +36,7 @@ def evaluate(
         try:
             return await Evaluator(tasks(1, held_out).held_out, pool, EvalConfig(**config)).evaluate(step)
         finally:
-            assert not pool.tokens._homes
+            assert not pool.tokens._locations
 
     return go(main()), sorted(seen, key=lambda sample: int(sample.id.rpartition(".")[2]))
 
@@ -135,9 +135,9 @@ def test_an_error_that_is_nobodys_sample_ends_the_whole_evaluation() -> None:
 def test_held_out_samples_go_before_those_to_train_on() -> None:
     async def main() -> None:
         run = await party(1, max_running=1)
-        first = run.start(run.group(0, 1), order=0)
+        first = run.start(run.group(0, 1), fifo_key=0)
         await until(lambda: run.running)
-        second = run.start(run.group(1, 1), order=1)
+        second = run.start(run.group(1, 1), fifo_key=1)
         call = asyncio.create_task(Evaluator(tasks(1, 1).held_out, run.pool, EvalConfig(samples=1)).evaluate(0))
         await asyncio.sleep(1)
         for expected in ("0.0", "eval.0.0", "1.0"):

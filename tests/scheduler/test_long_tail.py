@@ -52,7 +52,7 @@ def tasks_of(count: int) -> list[Task]:
 def told(order: LongestFirst, lengths: Mapping[int, int]) -> LongestFirst:
     """An order that has seen these tasks, by number, at these lengths."""
     for number, length in lengths.items():
-        order.judged(tasks_of(number + 1)[number], [0.0, 1.0], [length - 1, length + 1])
+        order.on_group_judged(tasks_of(number + 1)[number], [0.0, 1.0], [length - 1, length + 1])
     order.begin_step()
     return order
 
@@ -110,7 +110,7 @@ def test_only_the_last_group_of_a_task_counts() -> None:
     assert order.next().task.id == "1"
     third = tasks_of(3)
     order = told(told(LongestFirst(InTurn(third), 3), {1: 900, 2: 50}), {1: 40})
-    order.judged(third[0], [], [])
+    order.on_group_judged(third[0], [], [])
     assert order.next().task.id == "2", "the mean is 45, without the 900"
 
 
@@ -124,14 +124,14 @@ def test_what_comes_back_overtakes_the_window() -> None:
     order = LongestFirst(EpochSampler(tasks_of(10), 0), 4)
     first = [order.next() for _ in range(3)]
     for draw in first[1:]:
-        order.give_back(draw.task, draw.epoch)
+        order.requeue(draw.task, draw.epoch)
     again = [order.next() for _ in range(2)]
     assert [(draw.task, draw.epoch) for draw in again] == [(draw.task, draw.epoch) for draw in first[1:]]
 
 
 def test_a_lookahead_keeps_the_shape_of_its_base() -> None:
     shape = BatchPolicy(0.25, "first_finished")
-    assert LongestFirst(EpochSampler(tasks_of(2), 0, shape=shape), 2).begin_step() == shape
+    assert LongestFirst(EpochSampler(tasks_of(2), 0, batch_policy=shape), 2).begin_step() == shape
 
 
 def test_cut_tasks_make_a_round_of_their_own_that_is_waited_for() -> None:
@@ -140,7 +140,7 @@ def test_cut_tasks_make_a_round_of_their_own_that_is_waited_for() -> None:
     for _ in range(2):
         assert order.begin_step() == BatchPolicy(0.5, "first_finished")
         cut.append([order.next() for _ in range(3)][1])
-        order.cut(cut[-1].task)
+        order.requeue_unfinished(cut[-1].task)
     assert order.begin_step() == BatchPolicy(0.0, "in_order")
     round_of_tails = [order.next() for _ in range(2)]
     assert [(draw.task, draw.epoch, draw.again) for draw in round_of_tails] == [(draw.task, 0, True) for draw in cut]
@@ -153,7 +153,7 @@ def test_a_cut_task_keeps_its_epoch_though_the_next_one_has_begun() -> None:
     order = TailBatching(EpochSampler(tasks_of(2), 0), groups_per_step=2, oversample=0.5)
     order.begin_step()
     for draw in [order.next() for _ in range(2)]:
-        order.cut(draw.task)
+        order.requeue_unfinished(draw.task)
     assert [order.next().epoch for _ in range(2)] == [1, 1], "not yet: the round goes on"
     order.begin_step()
     assert [order.next().epoch for _ in range(3)] == [0, 0, 2]
@@ -164,7 +164,7 @@ def test_what_a_tail_round_did_not_take_waits_for_the_next() -> None:
     order.begin_step()
     draws = [order.next() for _ in range(6)]
     for draw in draws[:4]:
-        order.cut(draw.task)
+        order.requeue_unfinished(draw.task)
     order.begin_step()
     assert order.next().task == draws[0].task
     assert order.begin_step().cut == "in_order"
@@ -197,10 +197,10 @@ def test_every_draw_is_given_in_a_round_where_it_is_waited_for(need: int, surplu
             if draw not in running:
                 trained[key] += 1
             elif dice.random() < 0.8:
-                order.cut(draw.task, draw.epoch)
+                order.requeue_unfinished(draw.task, draw.epoch)
                 cut.append(key)
             else:
-                order.give_back(draw.task, draw.epoch)
+                order.requeue(draw.task, draw.epoch)
                 back.add(key)
     assert set(drawn.values()) | set(trained.values()) == {1}
     assert set(drawn) - set(trained) == {*cut, *back}
@@ -224,7 +224,7 @@ def test_the_names_of_a_config_make_the_orders() -> None:
     assert isinstance(made(sampler="solve_rate"), SolveRateSampler)
     for cuts in range(4):
         assert tails.begin_step() == BatchPolicy(0.25, "first_finished"), cuts
-        tails.cut(tails.next().task)
+        tails.requeue_unfinished(tails.next().task)
     assert tails.begin_step() == BatchPolicy(0.0, "in_order")
     ahead.next()
     assert len(ahead.state()["waiting"]) == 2, "a window of three, one of them given out"
@@ -255,13 +255,13 @@ def test_the_names_of_a_config_make_the_orders() -> None:
         ),
         (
             {"order": "orders.py:Half"},
-            "has no method cut.task, epoch=None.: inherit from roll.scheduler.task_sampler.SamplerWrapper",
+            "has no method requeue_unfinished.task, epoch=None.: inherit from roll.scheduler.task_sampler.SamplerWrapper",
         ),
-        ({"order": "orders.py:NoEpoch"}, "has no method give_back.task, epoch=None."),
-        ({"order": "orders.py:NeedsEpoch"}, "has no method give_back.task, epoch=None."),
+        ({"order": "orders.py:NoEpoch"}, "has no method requeue.task, epoch=None."),
+        ({"order": "orders.py:NeedsEpoch"}, "has no method requeue.task, epoch=None."),
         (
             {"order": "orders.py:fails"},
-            "'orders.py:fails', called with the order to build on, failed: KeyError: 'x'",
+            "'orders.py:fails', called with the task sampler to wrap, failed: KeyError: 'x'",
         ),
     ],
 )
@@ -322,14 +322,14 @@ class Backwards(SamplerWrapper):
 
 class Half:
     def __init__(self, base):
-        self.begin_step, self.next, self.give_back = base.begin_step, base.next, base.give_back
+        self.begin_step, self.next, self.requeue = base.begin_step, base.next, base.requeue
 
 class NoEpoch(SamplerWrapper):
-    def give_back(self, task):
+    def requeue(self, task):
         pass
 
 class NeedsEpoch(SamplerWrapper):
-    def give_back(self, task, epoch):
+    def requeue(self, task, epoch):
         pass
 
 def fails(base):

@@ -46,10 +46,10 @@ class Watching(Policy):
         self.looks: list[tuple[float, list[GroupView]]] = []
         self.ends: list[GroupView] = []
 
-    def look(self, control: SchedulerControl) -> None:
+    def poll(self, control: SchedulerControl) -> None:
         self.looks.append((control.now_s, control.groups))
 
-    def judged(self, control: SchedulerControl, group: GroupView) -> None:
+    def on_group_judged(self, control: SchedulerControl, group: GroupView) -> None:
         self.ends.append(group)
 
 
@@ -90,8 +90,8 @@ def test_a_policy_sees_what_is_under_way_when_a_step_begins_and_while_it_waits()
             4: "ready",
         }
         run.before_publish(1)
-        run.published(1)
-        run.trained(rollout, 1)
+        run.after_publish(1)
+        run.mark_trained(rollout, 1)
         assert {group.age for group in run._policy.control.groups if group.index < 5} == {1}
         await run.close()
 
@@ -99,12 +99,12 @@ def test_a_policy_sees_what_is_under_way_when_a_step_begins_and_while_it_waits()
 
 
 class Doing(Policy):
-    """Does something once, when asked to look the second time."""
+    """Does something once, when polled the second time."""
 
     def __init__(self, what: Callable[[SchedulerControl], Any]) -> None:
         self.what, self.count, self.said = what, 0, None
 
-    def look(self, control: SchedulerControl) -> None:
+    def poll(self, control: SchedulerControl) -> None:
         self.count += 1
         if self.count == 2:
             self.said = self.what(control)
@@ -114,13 +114,13 @@ def test_every_verb_does_what_the_schedulers_does() -> None:
     async def main() -> None:
         policy = Doing(
             lambda control: [
-                control.stop("0.0", "not wanted"),
-                control.end("0.1", "long enough"),
+                control.drop_sample("0.0", "not wanted"),
+                control.end_response("0.1", "long enough"),
                 control.requeue("0.2", "make room"),
                 control.drop(1, "away: with it"),
                 control.reprioritise(0, 2),
                 control.add(TASKS.train[0], 1),
-                *(control.end("7.0", "?"), control.drop(7, "?"), control.reprioritise(7, 1)),
+                *(control.end_response("7.0", "?"), control.drop(7, "?"), control.reprioritise(7, 1)),
             ]
         )
         run = await party(2)
@@ -156,13 +156,13 @@ def test_what_is_being_trained_on_is_left_alone() -> None:
         run = scheduler_of(pool, Policy(), moves, groups_per_step=2, group_size=2)
         rollout = await run.next_rollout()
         assert not run._policy.control.drop(0, "?")
-        assert not run._policy.control.stop("0.0", "?")
-        assert {sample.state for sample in rollout.trained} == {"kept"}
+        assert not run._policy.control.drop_sample("0.0", "?")
+        assert {sample.state for sample in rollout.trained_samples} == {"kept"}
 
     go(main())
 
 
-@pytest.mark.parametrize("method", ["look", "judged"])
+@pytest.mark.parametrize("method", ["poll", "on_group_judged"])
 def test_a_policy_that_raises_ends_the_run_and_is_named(method: str) -> None:
     async def main() -> None:
         policy = Policy()
@@ -193,7 +193,7 @@ def test_the_last_responses_of_a_step_are_ended_after_a_while(staleness: int, al
             assert not call.done()
             run.answer()
         rollout = await call
-        finish = {sample.id: sample.finish for sample in rollout.trained if sample.id in slow}
+        finish = {sample.id: sample.finish for sample in rollout.trained_samples if sample.id in slow}
         assert set(finish.values()) == ({"ended"} if alone else {"stop"})
         if alone:
             assert 30 <= asyncio.get_running_loop().time() - began_s < 40
@@ -223,8 +223,8 @@ def test_the_example_of_the_docs_works_as_it_is(tmp_path: Path) -> None:
         for number in range(4):
             rollout = await run.next_rollout()
             tried += [group.task.id for group in rollout.groups if group.task.id in hopeless]
-            run.published(number + 1)
-            run.trained(rollout, number + 1)
+            run.after_publish(number + 1)
+            run.mark_trained(rollout, number + 1)
         await run.close()
         issued = [r for r in moves.records if r.state == "queued" and r.info.get("task") in hopeless]
         epochs = (run.next_group - 1) // len(TASKS.train) + 1

@@ -154,8 +154,8 @@ def test_leases_issued_together_travel_together() -> None:
     async def main() -> None:
         run = await party()
         taken: list[list[str]] = []
-        take = run.workers[0].take
-        run.workers[0].take = lambda leases: taken.append([lease.key for lease in leases]) or take(leases)  # type: ignore
+        execute = run.workers[0].execute
+        run.workers[0].execute = lambda leases: taken.append([lease.key for lease in leases]) or execute(leases)  # type: ignore
         calls = [run.start(run.group(index)) for index in range(5)]
         await until(lambda: len(run.running) == 10)
         assert taken == [["0", "1", "2", "3", "4"]]
@@ -229,8 +229,8 @@ def test_outcomes_of_strangers_are_ignored() -> None:
         samples = run.group(0)
         call = run.start(samples)
         await until(lambda: len(run.running) == 2)
-        run.workers[0]._outbox.report.outcomes.append(SampleResult("9.9", 1.0, {}, 1, 1, "stop"))
-        run.workers[0]._outbox.report.done.append("9")
+        run.workers[0]._outbox.report.results.append(SampleResult("9.9", 1.0, {}, 1, 1, "stop"))
+        run.workers[0]._outbox.report.done_leases.append("9")
         run.workers[0]._outbox.append(Transition("9.9", "scored"))
         run.answer()
         await call
@@ -265,7 +265,7 @@ def test_groups_go_to_the_worker_with_the_fewest_samples_and_graders_take_turns(
         for group in groups:
             calls.append(run.start(group))
             await turns(3)
-        homes = [run.pool.tokens._homes[group[0].id][0] for group in groups]
+        homes = [run.pool.tokens._locations[group[0].id][0] for group in groups]
         assert homes == [0, 1, 2, 1, 2]
         assert run.pool._loads == [4, 3, 3]
         assert [run.router.running(engine) for engine in range(2)] == [4 + 1, 1 + 2 + 2]
@@ -332,7 +332,7 @@ def test_a_cancelled_lease_is_nowhere_whenever_it_is_cancelled_and_can_be_given_
         await cancel(call)
         await until(lambda: len(run.running) == 2)
         assert {id.partition(".")[0] for id in run.running} == {"1"}
-        assert "0" not in run.workers[0]._held
+        assert "0" not in run.workers[0]._leases
         assert run.router.running(0) == 2
         again = run.group(0)  # the same samples from their beginning
         call = run.start(again)
@@ -366,7 +366,7 @@ def test_a_lease_cancelled_when_it_is_done_but_not_reported_is_forgotten() -> No
     async def main() -> None:
         run = await party(says="4")
         call = run.start(run.group(0))
-        while not run.workers[0]._outbox.report.done:
+        while not run.workers[0]._outbox.report.done_leases:
             await turns(1)
         await cancel(call)
         run.assert_empty()
@@ -397,7 +397,7 @@ def test_a_lease_cancelled_on_its_way_is_called_off_when_it_has_arrived() -> Non
 
         async def slow(method: str, args: Any, kwargs: Any) -> Any:
             sent.append(method)
-            if method == "take":
+            if method == "execute":
                 await gate.wait()
             return await call(method, args, kwargs)
 
@@ -406,7 +406,7 @@ def test_a_lease_cancelled_on_its_way_is_called_off_when_it_has_arrived() -> Non
         await until(lambda: sent)
         task.cancel()
         await turns()
-        assert sent == ["take"]
+        assert sent == ["execute"]
         gate.set()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -474,8 +474,8 @@ class Dead(Worker):
         super().__init__(place)
         self._dies_in = dies_in
 
-    def take(self, leases: Any) -> None:
-        self._die("take")
+    def execute(self, leases: Any) -> None:
+        self._die("execute")
 
     async def report(self) -> Report:
         await asyncio.sleep(0)
@@ -487,7 +487,7 @@ class Dead(Worker):
             raise RunError("rollout[0] has a bug")
 
 
-@pytest.mark.parametrize("method", ["take", "report"])
+@pytest.mark.parametrize("method", ["execute", "report"])
 def test_an_error_of_a_worker_itself_reaches_all_its_leases(method: str) -> None:
     async def main() -> None:
         crew = rollouts(1)
@@ -601,7 +601,9 @@ def test_what_a_worker_wrote_of_a_step_stays_when_it_is_lost_and_the_others_writ
         run.pool.tokens.worker_died(1)
         here = [sample for sample in samples if run.pool.tokens.locate(sample) == 0]
         assert 0 < len(here) < len(samples)
-        await run.pool.tokens.write(7, [FinalState(sample.id, "dropped", "left out") for sample in samples], again=True)
+        await run.pool.tokens.write(
+            7, [FinalState(sample.id, "dropped", "left out") for sample in samples], overwrite=True
+        )
         left_out = {row["sample"]: row["reason"] == "left out" for row in read_samples(folder, 7)}
         assert left_out == {sample.id: sample in here for sample in samples}
 
@@ -615,7 +617,7 @@ def test_what_is_forgotten_is_gone_and_the_rest_stays() -> None:
         await asyncio.gather(*(run.start(group) for group in groups))
         await run.pool.tokens.release([*groups[1], *groups[2]])
         kept = {sample.id for group in (groups[0], groups[3]) for sample in group}
-        assert {id for worker in run.workers for id in worker._samples_here} == set(run.pool.tokens._homes) == kept
+        assert {id for worker in run.workers for id in worker._samples} == set(run.pool.tokens._locations) == kept
         assert len(await run.pool.tokens.texts(groups[3])) == 2
         await run.pool.tokens.release([*groups[0], *groups[3]])
         run.assert_empty()
@@ -742,12 +744,12 @@ def test_whenever_engines_die_nothing_is_lost_or_doubled(seed: int) -> None:
         count = rng.randint(1, 3)
         run = await party(count, rng.randint(1, 2), pace_s=0.3, max_running=rng.choice([0, 2]), deadline_s=10_000)
         groups = [run.group(index, rng.randint(1, 3)) for index in range(3)]
-        calls = [run.start(group, order=group[0].group) for group in groups]
+        calls = [run.start(group, fifo_key=group[0].group) for group in groups]
         dead: set[int] = set()
         while not all(call.done() for call in calls):
             await some_time(rng)
             for engine in list(dead):
-                if engine not in run.router.inside and rng.random() < 0.5:
+                if engine not in run.router.open_engines and rng.random() < 0.5:
                     await run.revive_engine(engine)
                     dead.discard(engine)
             if rng.random() < 0.4 and (alive := set(range(count)) - dead):
@@ -804,7 +806,7 @@ def test_what_a_dead_worker_had_starts_anew_elsewhere() -> None:
         await until(lambda: [s.tries for s in groups[0]] == [2, 2])
         assert [(s.tokens, s.finish, s.newest) for s in groups[0]] == [(0, None, None)] * 2
         await until(lambda: {s.state for s in groups[0]} == {"generating"})
-        assert run.pool.tokens._homes["0.0"][0] == 1
+        assert run.pool.tokens._locations["0.0"][0] == 1
         run.answer()
         await asyncio.gather(*calls)
         assert [(s.state, s.reward, s.tries) for s in groups[0]] == [("scored", 1.0, 2)] * 2
@@ -883,7 +885,7 @@ def test_a_worker_that_does_not_answer_is_reported_and_does_not_get_leases(error
     async def main() -> None:
         run = await party(1, 2, says="4", max_attempts=2)
         told: list[tuple[int, str]] = []
-        run.pool.worker_trouble = lambda worker, reason: told.append((worker, reason))
+        run.pool.on_worker_died = lambda worker, reason: told.append((worker, reason))
         if error == "died":
             run.crew.kill(0)
         else:
@@ -925,7 +927,7 @@ def test_a_sample_that_was_dropped_does_not_start_anew_with_its_group() -> None:
         samples = run.group(0, 3)
         call = run.start(samples)
         await until(lambda: len(run.running) == 3)
-        assert run.pool.stop(SampleCommand("0.1", "drop", "not wanted"))
+        assert run.pool.send_command(SampleCommand("0.1", "drop", "not wanted"))
         await until(lambda: samples[1].state == "dropped")
         run.kill_worker(0)
         await asyncio.sleep(1)
@@ -969,7 +971,7 @@ def test_whenever_workers_die_every_sample_ends_once(seed: int) -> None:
             assert path.count("failed") == 0 or sample.tries > 1
             if sample.state == "scored":
                 assert sample.tries <= tries
-                if any(sample.id in worker._samples_here for worker in run.workers):  # else it was lost since
+                if any(sample.id in worker._samples for worker in run.workers):  # else it was lost since
                     assert_undisturbed(run, sample)
             else:
                 assert (sample.state, sample.reason[:19]) == ("failed", "rollout worker died")
@@ -986,10 +988,10 @@ def test_whenever_workers_die_every_sample_ends_once(seed: int) -> None:
 def test_a_sample_that_is_not_out_cannot_be_stopped() -> None:
     async def main() -> None:
         run = await party(says="4")
-        assert not run.pool.stop(SampleCommand("0.0", "drop", "?"))
+        assert not run.pool.send_command(SampleCommand("0.0", "drop", "?"))
         samples = run.group(0)
         await run.start(samples)
-        assert not run.pool.stop(SampleCommand("0.0", "drop", "?"))
+        assert not run.pool.send_command(SampleCommand("0.0", "drop", "?"))
         assert samples[0].state == "scored"
 
     go(main())
@@ -1004,7 +1006,7 @@ def test_stopping_a_sample_frees_its_place_and_leaves_its_siblings_alone(how: An
         await until(lambda: len(run.running) == 3)
         run.toys[0].draw("0.1", *spoken("4")[:1])
         run.router.pause_admission(True)
-        assert run.pool.stop(SampleCommand("0.1", how, "by hand"))
+        assert run.pool.send_command(SampleCommand("0.1", how, "by hand"))
         await until(lambda: "0.1" not in run.running)
         await asyncio.sleep(1)
         assert run.router.running(0) == 2
@@ -1053,7 +1055,7 @@ def test_pausing_and_displacing_pass_over_workers_that_are_gone() -> None:
         run.crew.kill(1)
         await run.pool.pause()
         await run.pool.resume()
-        await run.pool.displace("off")
+        await run.pool.requeue_generating("off")
         run.answer()
         await until(lambda: run.running or call.done())
         run.answer()
@@ -1071,7 +1073,7 @@ def test_what_is_displaced_gets_places_anew_and_goes_on_from_its_prefix(engine: 
         await asyncio.sleep(1.7)
         on = {id for toy in (run.toys if engine is None else run.toys[:1]) for id in toy.running}
         run.router.close_engine(0)  # as when its device is needed
-        await run.pool.displace("its device is needed", engine)
+        await run.pool.requeue_generating("its device is needed", engine)
         await run.router.drain(0)
         assert not run.toys[0].running
         await asyncio.gather(*calls)
@@ -1089,7 +1091,7 @@ def test_what_is_displaced_gets_places_anew_and_goes_on_from_its_prefix(engine: 
 
 def test_while_too_many_wait_for_verdicts_nothing_new_begins() -> None:
     async def main() -> None:
-        run = await party(1, scoring_most=2)
+        run = await party(1, max_scoring=2)
         run.judges[0].gate.clear()
         first = run.start(run.group(0))
         await until(lambda: len(run.running) == 2)
@@ -1104,8 +1106,8 @@ def test_while_too_many_wait_for_verdicts_nothing_new_begins() -> None:
         assert run.running == {"1.0", "1.1"}
         run.judges[0].gate.set()
         await until(lambda: "2.0" in run.running)
-        assert run.pool.take_full_s() == pytest.approx(50, abs=1)
-        assert run.pool.take_full_s() == 0.0
+        assert run.pool.take_backpressure_s() == pytest.approx(50, abs=1)
+        assert run.pool.take_backpressure_s() == 0.0
         run.answer()
         await asyncio.gather(first, second, third)
         run.assert_idle()
@@ -1115,17 +1117,17 @@ def test_while_too_many_wait_for_verdicts_nothing_new_begins() -> None:
 
 def test_the_seconds_of_a_full_queue_are_counted_once_while_they_last() -> None:
     async def main() -> None:
-        run = await party(1, scoring_most=1, says="4")
+        run = await party(1, max_scoring=1, says="4")
         run.judges[0].gate.clear()
         call = run.start(run.group(0, 1))
         await until(lambda: run.pool._scoring == 1)
         await asyncio.sleep(10)
-        assert run.pool.take_full_s() == pytest.approx(10, abs=0.5)
+        assert run.pool.take_backpressure_s() == pytest.approx(10, abs=0.5)
         await asyncio.sleep(5)
-        assert run.pool.take_full_s() == pytest.approx(5, abs=0.5)
+        assert run.pool.take_backpressure_s() == pytest.approx(5, abs=0.5)
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
-        assert run.pool.take_full_s() == pytest.approx(0, abs=0.5)
+        assert run.pool.take_backpressure_s() == pytest.approx(0, abs=0.5)
         run.judges[0].gate.set()
         await run.start(run.group(1, 1))  # nobody is kept waiting by what was cancelled
         run.assert_idle()
@@ -1137,7 +1139,7 @@ def test_a_router_held_by_two_is_held_until_both_let_go() -> None:
     """Verdicts are waited for and new weights are published: each of them holds what is new, and lets go for itself."""
 
     async def main() -> None:
-        run = await party(1, scoring_most=1, says="4")
+        run = await party(1, max_scoring=1, says="4")
         run.judges[0].gate.clear()
         calls = [run.start(run.group(0, 1))]
         await until(lambda: run.pool._scoring == 1)
@@ -1288,7 +1290,7 @@ def test_an_episode_whose_engine_was_taken_away_while_it_acted_goes_on_elsewhere
         run.answer()
         await until(lambda: samples[0].state == "acting")
         run.router.close_engine(0)
-        await run.pool.displace("its device is needed", 0)
+        await run.pool.requeue_generating("its device is needed", 0)
         await run.router.drain(0)
         run.envs[0].gate.set()
         await until(lambda: run.toys[1].running)
@@ -1323,7 +1325,7 @@ def test_an_engine_that_was_left_has_nothing_to_do_whatever_came_back_from_its_e
         run.envs[0].gate.set()
         await asyncio.sleep(after_s)
         run.router.close_engine(0)
-        await run.pool.displace("its device is needed", 0)
+        await run.pool.requeue_generating("its device is needed", 0)
         await run.router.drain(0)
         assert not run.toys[0].running
         await until(lambda: run.toys[1].running)
@@ -1336,17 +1338,17 @@ def test_an_engine_that_was_left_has_nothing_to_do_whatever_came_back_from_its_e
 # everything at once
 
 
-def watch_places(run: Party) -> None:
-    """Holds that a sample has its place where it generates, whenever the books say that it does."""
-    moved = run.pool._moved
+def watch_slots(run: Party) -> None:
+    """Asserts that a sample has its slot where it generates, whenever the pool records that it does."""
+    apply = run.pool._apply_transition
 
-    def watched(out: Any, sample: Sample, move: Transition) -> None:
-        moved(out, sample, move)
-        if move.state == "generating" and sample.state == "generating" and "engine" in move.info:
-            assert sample.id not in out.seatless
-            assert (out.moved.get(sample.id) or out.ticket).engine == move.info["engine"]
+    def watched(lease: Any, sample: Sample, transition: Transition) -> None:
+        apply(lease, sample, transition)
+        if transition.state == "generating" and sample.state == "generating" and "engine" in transition.info:
+            assert sample.id not in lease.without_slot
+            assert (lease.reassigned.get(sample.id) or lease.reservation).engine == transition.info["engine"]
 
-    run.pool._moved = watched  # type: ignore[method-assign]
+    run.pool._apply_transition = watched  # type: ignore[method-assign]
 
 
 @given(seed=st.integers(0, 10**6))
@@ -1363,7 +1365,7 @@ def test_whatever_happens_every_sample_ends_and_nothing_is_left(seed: int) -> No
             envs=2,
             max_attempts=rng.randint(1, 3),
             max_running=rng.choice([0, 1, 3]),
-            scoring_most=rng.choice([0, 1, 4]),
+            max_scoring=rng.choice([0, 1, 4]),
             deadline_s=10_000,
         )
         for toy in run.toys:
@@ -1375,12 +1377,12 @@ def test_whatever_happens_every_sample_ends_and_nothing_is_left(seed: int) -> No
 
         for env in run.envs:
             env.trouble = trouble
-        watch_places(run)
+        watch_slots(run)
         groups = [
             run.group(index, rng.randint(1, 3), task=episode_of(0.5, 0.5) if rng.random() < 0.3 else None)
             for index in range(4)
         ]
-        calls = [run.start(group, order=group[0].group, priority=rng.randrange(2)) for group in groups]
+        calls = [run.start(group, fifo_key=group[0].group, priority=rng.randrange(2)) for group in groups]
         samples = [sample for group in groups for sample in group]
         dead_engines: set[int] = set()
         dead_workers: set[int] = set()
@@ -1392,9 +1394,9 @@ def test_whatever_happens_every_sample_ends_and_nothing_is_left(seed: int) -> No
             what = rng.choice(["stop", "stop", "displace", "pause", "engine", "worker", "cancel", "hold", "grader"])
             if what == "stop":
                 how: Any = rng.choice(["end", "requeue", "requeue", "drop"])
-                run.pool.stop(SampleCommand(rng.choice(samples).id, how, how))
+                run.pool.send_command(SampleCommand(rng.choice(samples).id, how, how))
             elif what == "displace":
-                await run.pool.displace("off", rng.choice([None, *range(engine_count)]))
+                await run.pool.requeue_generating("off", rng.choice([None, *range(engine_count)]))
             elif what == "pause":
                 await run.pool.pause()
                 await some_time(rng)
@@ -1435,7 +1437,7 @@ def test_whatever_happens_every_sample_ends_and_nothing_is_left(seed: int) -> No
             assert sample.state in ("scored", "failed", "dropped") or sample.group in cancelled
             whole = sample.state == "scored" and sample.task.environment is None and sample.finish != "ended"
             if whole and any(
-                sample.id in worker._samples_here for worker in run.workers
+                sample.id in worker._samples for worker in run.workers
             ):  # else it was lost since, or cancelled
                 assert_undisturbed(run, sample)
         await asyncio.sleep(100)  # what dead workers asked of engines ends by itself

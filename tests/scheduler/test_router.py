@@ -123,7 +123,7 @@ def test_what_samples_came_to_is_what_later_ones_are_expected_to() -> None:
     async def main() -> None:
         router = Router(1, kv_tokens=1000, expected_tokens=10)
         for _ in range(1000):
-            router.learn(200)
+            router.observe_length(200)
         guests = Guests(router)
         await guests.come("a", 3)
         await guests.come("b", 2)
@@ -187,7 +187,7 @@ def test_who_goes_on_where_it_was_has_a_place_there_at_once() -> None:
         router = Router(2, max_running=1)
         guests = Guests(router)
         await guests.come("a")
-        ticket = router.take(0)
+        ticket = router.reserve_on(0)
         assert (ticket.engine, ticket.samples, router.running(0)) == (0, 1, 2)
         await guests.come("b")
         await guests.come("c")
@@ -198,7 +198,7 @@ def test_who_goes_on_where_it_was_has_a_place_there_at_once() -> None:
         await turns()
         assert guests.seats["c"] == 0
         await guests.leave_all()
-        leaving = router.take(1)
+        leaving = router.reserve_on(1)
         router.mark_dead(1)
         router.release(leaving)
         assert running(router, 2) == [0, 0]
@@ -230,18 +230,18 @@ def test_groups_wait_while_engines_are_full_and_one_more_than_there_is_room_for_
     go(main())
 
 
-def test_a_higher_priority_goes_first_then_a_lower_order_then_who_came_first() -> None:
+def test_a_higher_priority_goes_first_then_a_lower_fifo_key_then_the_first_to_arrive() -> None:
     async def main() -> None:
         router = Router(1, max_running=1)
         guests = Guests(router)
         await guests.come("first")
-        await guests.come("late", order=7)
-        await guests.come("later", order=9)
-        await guests.come("old", order=2)
-        await guests.come("old too", order=2)
-        await guests.come("urgent", priority=1, order=50)
-        await guests.come("most urgent", priority=2, order=60)
-        await guests.come("whenever", priority=-1, order=0)
+        await guests.come("late", fifo_key=7)
+        await guests.come("later", fifo_key=9)
+        await guests.come("old", fifo_key=2)
+        await guests.come("old too", fifo_key=2)
+        await guests.come("urgent", priority=1, fifo_key=50)
+        await guests.come("most urgent", priority=2, fifo_key=60)
+        await guests.come("whenever", priority=-1, fifo_key=0)
         await guests.leave_all()
         expected = ["first", "most urgent", "urgent", "old", "old too", "late", "later", "whenever"]
         assert guests.order == expected
@@ -321,7 +321,7 @@ def test_an_engine_that_leaves_is_waited_for_and_gets_nothing() -> None:
         leaving = asyncio.create_task(router.drain(0))
         await turns()
         assert not leaving.done()
-        assert router.inside == {1}
+        assert router.open_engines == {1}
         await guests.come("c", 1)
         assert guests.seats == {"a": 0, "b": 1, "c": 1}
         await guests.go("b")
@@ -332,7 +332,7 @@ def test_an_engine_that_leaves_is_waited_for_and_gets_nothing() -> None:
         await guests.come("d", 1)
         assert guests.seats["d"] == 1
         router.add_engine(0)
-        assert router.inside == {0, 1}
+        assert router.open_engines == {0, 1}
         await guests.come("e", 1)
         assert guests.seats["e"] == 0
         await guests.go("c", "d", "e")
@@ -410,7 +410,7 @@ def test_a_dead_engine_has_nothing_gets_nothing_and_forgets_its_places() -> None
         leaving = asyncio.create_task(router.drain(0))
         router.mark_dead(0)
         await leaving  # what it had is no longer its own
-        assert (router.inside, running(router, 2)) == ({1}, [0, 9])
+        assert (router.open_engines, running(router, 2)) == ({1}, [0, 9])
         await guests.come("c", 1)
         assert guests.seats["c"] == 1
         router.add_engine(0)
@@ -460,7 +460,7 @@ def test_who_waits_hears_that_samples_are_shorter_than_expected() -> None:
         await guests.come("b", 2)
         assert router.waiting == 1
         for _ in range(200):
-            router.learn(10)
+            router.observe_length(10)
         await turns()
         assert router.waiting == 0
         await guests.leave_all()
@@ -473,7 +473,7 @@ def test_engines_are_compared_by_what_is_expected_now() -> None:
         router = Router(2, kv_tokens=1000, expected_tokens=100)
         assert [(await router.reserve(n)).engine for n in (2, 3)] == [0, 1]
         for _ in range(1000):
-            router.learn(10)
+            router.observe_length(10)
         assert [(await router.reserve(1)).engine for _ in range(5)] == [0, 0, 1, 0, 1]
 
     go(main())
@@ -543,7 +543,7 @@ def test_any_coming_and_going_keeps_what_the_router_promises(
                 await guests.come(name, groups[name], priority=value % 2)
             elif what == "take" and engine not in leaving:
                 name = str(number)
-                groups[name], guests.tickets[name] = 1, router.take(engine)
+                groups[name], guests.tickets[name] = 1, router.reserve_on(engine)
                 guests.tasks[name] = asyncio.create_task(turns(0))
             elif what == "free" and guests.tickets:
                 await guests.go(sorted(guests.tickets)[value % len(guests.tickets)])
@@ -567,7 +567,7 @@ def test_any_coming_and_going_keeps_what_the_router_promises(
                 router.report(engine, value)
             elif what == "learn":
                 for _ in range(40):
-                    router.learn(value)
+                    router.observe_length(value)
                     expected += (value - expected) * 0.01
             await turns()
             for name in set(guests.tickets) - before:
@@ -576,7 +576,7 @@ def test_any_coming_and_going_keeps_what_the_router_promises(
                 if what == "seat" and name == str(number):
                     assert not max_running or had[seat] < max_running
                     if not kv_tokens and not any(cached):
-                        assert had[seat] == min(had[e] for e in router.inside)
+                        assert had[seat] == min(had[e] for e in router.open_engines)
                 if cached[seat] is not None:
                     cached[seat][1] += groups[name]
             for e in range(count):
@@ -585,7 +585,7 @@ def test_any_coming_and_going_keeps_what_the_router_promises(
                     if not samples(e):
                         cached[e] = [0, 0]  # an idle engine has nothing in its cache
             assert running(router, count) == [samples(e) for e in range(count)]
-            assert router.inside == set(range(count)) - set(leaving)
+            assert router.open_engines == set(range(count)) - set(leaving)
             for each, task in leaving.items():
                 assert task.done() == (samples(each) == 0)
             assert router.waiting == len(guests.tasks) - len(guests.tickets)
@@ -593,7 +593,7 @@ def test_any_coming_and_going_keeps_what_the_router_promises(
                 assert set(guests.tickets) - before <= ({str(number)} if what == "take" else set())
             elif router.waiting:
                 first = min(set(guests.tasks) - set(guests.tickets), key=lambda n: (-(value_of(steps, n) % 2), int(n)))
-                assert not any(room(e, groups[first]) for e in router.inside)
+                assert not any(room(e, groups[first]) for e in router.open_engines)
         router.pause_admission(False)
         for each in range(count):
             router.add_engine(each)

@@ -68,7 +68,7 @@ def scheduler_over(
 ) -> RolloutScheduler:
     """A scheduler of the toy tasks, in the order that the config shapes unless another is given."""
     settings = RolloutConfig(**config)
-    order = order or EpochSampler(TASKS.train, 5, shape=BatchPolicy(settings.oversample, settings.batch_selection))
+    order = order or EpochSampler(TASKS.train, 5, batch_policy=BatchPolicy(settings.oversample, settings.batch_selection))
     keep = make_filter(settings.filter, *settings.filter_range)
     return RolloutScheduler(order, pool, life, settings, keep, siblings_needed=siblings_needed)
 
@@ -160,9 +160,9 @@ def test_what_is_issued_and_kept_does_not_depend_on_timing(
             assert (rollout.batch["sample"].tolist() if rollout.batch is not None else []) == scored
             assert {sample.id for sample in rollout.samples if sample.state == "kept"} == set(scored)
             assert {sample.state for sample in rollout.samples} <= {"kept", "dropped", "failed"}
-            assert rollout.trained == [s for g in rollout.kept for s in g.samples if s.state == "kept"]
-            run.scheduler.trained(rollout, 1)
-            assert {s.state for s in rollout.trained} <= {"trained"}
+            assert rollout.trained_samples == [s for g in rollout.kept for s in g.samples if s.state == "kept"]
+            run.scheduler.mark_trained(rollout, 1)
+            assert {s.state for s in rollout.trained_samples} <= {"trained"}
         last = run.moves.last()
         assert len(last) == first * plan.size
         assert set(last.values()) <= {"trained", "dropped", "failed"}
@@ -208,7 +208,7 @@ def test_a_group_is_replaced_before_its_slower_siblings_are_done() -> None:
 def test_going_on_from_a_saved_state_issues_what_would_have_come() -> None:
     async def main() -> None:
         straight, resumed = [await setting(spread, groups_per_step=3, group_size=2) for _ in range(2)]
-        straight.scheduler.trained(await straight.scheduler.next_rollout(), 1)
+        straight.scheduler.mark_trained(await straight.scheduler.next_rollout(), 1)
         await resumed.scheduler.restore(straight.scheduler.state(), TASKS.train)
         after, again = await straight.scheduler.next_rollout(), await resumed.scheduler.next_rollout()
         assert [(g.index, g.task.id) for g in after.groups] == [(g.index, g.task.id) for g in again.groups]
@@ -285,9 +285,9 @@ def test_groups_of_one_are_trained_on_where_siblings_are_not_compared() -> None:
     async def main() -> None:
         run = await setting(lambda s: 0.0, siblings_needed=1, groups_per_step=3, group_size=1, filter="none")
         rollout = await run.scheduler.next_rollout()
-        assert [sample.id for sample in rollout.trained] == ["0.0", "1.0", "2.0"]
+        assert [sample.id for sample in rollout.trained_samples] == ["0.0", "1.0", "2.0"]
         assert rollout.dropped == {}
-        run.scheduler.trained(rollout, 1)
+        run.scheduler.mark_trained(rollout, 1)
         assert set(run.moves.last().values()) == {"trained"}
 
     go(main())
@@ -389,7 +389,7 @@ def test_a_cancelled_step_leaves_nothing_running(after: int) -> None:
         await turns(20)
         assert sorted(run.runner.cancelled) == sorted(run.runner.started)
         assert after < 30 or run.runner.started
-        assert not run.pool.tokens._homes
+        assert not run.pool.tokens._locations
 
     go(main())
 
@@ -438,11 +438,11 @@ def test_every_sample_of_a_step_ends_on_the_ledger() -> None:
             assert len(sample.log) == 0
         samples = [s for g in rollout.kept for s in g.samples]
         assert rollout.batch["reward"].tolist() == [s.reward for s in samples]
-        drawn = {sample.id: sample.log for worker in run.workers for sample in worker._samples_here.values()}
+        drawn = {sample.id: sample.log for worker in run.workers for sample in worker._samples.values()}
         for row, sample in zip(rollout.batch.rows("ids"), samples, strict=True):
             assert row.tolist() == drawn[sample.id].ids.tolist()
-        scheduler.trained(rollout, 7)
-        for sample in rollout.trained:
+        scheduler.mark_trained(rollout, 7)
+        for sample in rollout.trained_samples:
             assert run.moves.infos(sample.id)[-1] == ("trained", {"version": 7})
         said = {"task": samples[0].task.id, "group": samples[0].group, "domain": "default"}
         assert run.moves.infos(samples[0].id)[0] == ("queued", said)
@@ -481,8 +481,8 @@ def test_a_step_of_the_first_to_finish_leaves_the_rest_and_their_tasks_come_agai
         reason = "cut: the step was full before it ended"
         assert {(s.state, s.reason) for g in cut for s in g.samples} == {("dropped", reason)}
         assert rollout.dropped == {reason: 2}
-        run.scheduler.trained(rollout, 1)
-        run.scheduler.published(1)
+        run.scheduler.mark_trained(rollout, 1)
+        run.scheduler.after_publish(1)
         again = await run.scheduler.next_rollout()
         tasks = drawn(run.moves)
         assert tasks[6:8] == [tasks[1], tasks[3]]
@@ -501,7 +501,7 @@ def test_what_was_finished_beyond_the_need_comes_again_too() -> None:
         assert {g.index for g in surplus} <= {2, 3}
         reasons = {"surplus: the step was full", "cut: the step was full before it ended"}
         assert {s.reason for g in surplus for s in g.samples} <= reasons
-        run.scheduler.trained(rollout, 1)
+        run.scheduler.mark_trained(rollout, 1)
         await run.scheduler.next_rollout()
         tasks = drawn(run.moves)
         assert tasks[4:6] == tasks[2:4]
@@ -537,7 +537,7 @@ def test_tail_batches_gather_what_was_cut_and_wait_for_it() -> None:
         for step in range(5):
             rollout = await run.scheduler.next_rollout()
             trained.append({g.task.id for g in rollout.kept})
-            run.scheduler.trained(rollout, step + 1)
+            run.scheduler.mark_trained(rollout, step + 1)
         assert slow in trained
         assert not any(slow & tasks for tasks in trained if tasks != slow)
 
@@ -558,7 +558,7 @@ def test_the_bias_in_length_is_below_zero_where_short_ones_finish_first(seen: in
         run.runner.length = lambda s: 10 * (1 + s.group % 3)
         run.scheduler._lengths = [10**6, seen * 10**6]  # the mean of all so far
         rollout = await run.scheduler.next_rollout()
-        assert {s.response_tokens for s in rollout.trained} == {10}
+        assert {s.response_tokens for s in rollout.trained_samples} == {10}
         assert rollout.length_bias == pytest.approx(bias, abs=1e-3)
 
     go(main())
@@ -570,7 +570,7 @@ def test_in_order_the_bias_in_length_is_nothing() -> None:
         for step in range(3):
             rollout = await run.scheduler.next_rollout()
             assert rollout.length_bias == pytest.approx(0.0)
-            run.scheduler.trained(rollout, step + 1)
+            run.scheduler.mark_trained(rollout, step + 1)
 
     go(main())
 
@@ -595,7 +595,7 @@ def test_a_group_that_is_dropped_is_ended_and_recorded(at: str) -> None:
         assert rollout.dropped == {"by hand: not wanted": 1}
         assert sorted(run.runner.cancelled) == sorted(s.id for s in victim.samples if at == "open")
         await turns(40)
-        assert not {s.id for s in victim.samples} & set(run.pool.tokens._homes) or at == "ready"
+        assert not {s.id for s in victim.samples} & set(run.pool.tokens._locations) or at == "ready"
 
     go(main())
 
@@ -618,7 +618,7 @@ def test_a_group_that_is_being_trained_on_cannot_be_dropped() -> None:
         rollout = await run.scheduler.next_rollout()
         with pytest.raises(ValueError, match="group 0 is being trained on"):
             run.scheduler.drop(rollout.kept[0], "too late")
-        run.scheduler.trained(rollout, 1)
+        run.scheduler.mark_trained(rollout, 1)
 
     go(main())
 
@@ -646,7 +646,7 @@ def test_groups_may_be_dropped_at_any_moment(seed: int) -> None:
         for sample in rollout.samples:
             path = run.moves.of(sample.id)
             assert all(after in MOVES[before] for before, after in zip(["new", *path], path, strict=False))
-        scheduler.trained(rollout, 1)
+        scheduler.mark_trained(rollout, 1)
         await asyncio.sleep(1)
         run.assert_idle()
         await run.pool.tokens.release(rollout.samples)
@@ -657,7 +657,7 @@ def test_groups_may_be_dropped_at_any_moment(seed: int) -> None:
 
 def test_dropping_what_waits_for_verdicts_makes_room_for_others() -> None:
     async def main() -> None:
-        run = await party(judge=lambda task, response: 1.0, says="4", scoring_most=2)
+        run = await party(judge=lambda task, response: 1.0, says="4", max_scoring=2)
         run.judges[0].gate.clear()
         scheduler = scheduler_of(run, groups_per_step=1, group_size=2, filter="none")
         call = asyncio.create_task(scheduler.next_rollout())
@@ -667,7 +667,7 @@ def test_dropping_what_waits_for_verdicts_makes_room_for_others() -> None:
         await asyncio.sleep(1)
         assert run.pool._scoring == sum(s.state == "scoring" for g in scheduler.open_groups for s in g.samples)
         run.judges[0].gate.set()
-        scheduler.trained(await call, 1)
+        scheduler.mark_trained(await call, 1)
         rollout = await scheduler.next_rollout()
         assert len(rollout.kept) == 1
         run.assert_idle()
@@ -685,7 +685,7 @@ def test_a_group_may_be_added_and_is_of_the_step_like_any_other() -> None:
         assert run.moves.infos("2.0")[0][1] == {"task": "mine", "group": 2, "domain": "default", "priority": 3}
         rollout = await call
         assert [g.index for g in rollout.kept] == [0, 1]
-        run.scheduler.trained(rollout, 1)
+        run.scheduler.mark_trained(rollout, 1)
         assert added in rollout.groups
         assert {s.state for s in added.samples} == {"dropped"}
 
@@ -699,7 +699,7 @@ def test_a_group_added_before_a_step_takes_a_place_in_it() -> None:
         rollout = await run.scheduler.next_rollout()
         assert [g.index for g in rollout.kept] == [0, 1]
         assert rollout.kept[0] is added
-        run.scheduler.trained(rollout, 1)
+        run.scheduler.mark_trained(rollout, 1)
         state = json.loads(json.dumps(run.scheduler.state()))
         assert state["open"] == []
 
@@ -728,7 +728,7 @@ def test_a_group_gets_its_engine_earlier_when_its_priority_is_raised_whenever_th
         assert sorted(begun) == ["0.0", "1.0", "2.0", "3.0"]
         if after == 60 and which:
             assert begun == ["0.0", "3.0", "1.0", "2.0"]
-        scheduler.trained(rollout, 1)
+        scheduler.mark_trained(rollout, 1)
         await run.pool.tokens.release(rollout.samples)
         run.assert_empty()
 
@@ -778,8 +778,8 @@ def test_single_samples_may_be_dropped_ended_or_requeued() -> None:
         for toy in run.toys:
             for id in toy.running:
                 toy.draw(id, 20, 21)
-        assert scheduler.stop(group.samples[0], "not wanted")
-        assert scheduler.end(group.samples[1], "long enough")
+        assert scheduler.drop_sample(group.samples[0], "not wanted")
+        assert scheduler.end_response(group.samples[1], "long enough")
         assert scheduler.requeue(group.samples[2], "make room")
         await until(lambda: run.running == {"0.2", "0.3"})
         run.answer()
@@ -788,8 +788,8 @@ def test_single_samples_may_be_dropped_ended_or_requeued() -> None:
         assert [s.finish for s in group.samples] == [None, "ended", "stop", "stop"]
         assert rollout.batch is not None
         assert rollout.batch["sample"].tolist() == ["0.1", "0.2", "0.3"]
-        assert not scheduler.stop(group.samples[1], "too late")
-        scheduler.trained(rollout, 1)
+        assert not scheduler.drop_sample(group.samples[1], "too late")
+        scheduler.mark_trained(rollout, 1)
         assert [s.state for s in group.samples] == ["dropped", "trained", "trained", "trained"]
 
     go(main())
@@ -803,14 +803,14 @@ def test_a_run_that_stops_drops_what_is_under_way_on_record_and_it_comes_again()
         first = await run.scheduler.next_rollout()
         await asyncio.sleep(1)
         run.scheduler.add(Task.ask("mine", "?"))
-        run.scheduler.trained(first, 1)
+        run.scheduler.mark_trained(first, 1)
         waiting = {g.index: (g.task.id, g.epoch) for g in run.scheduler._group_table.waiting}
         assert set(waiting) == {2, 3, 4, 5}
         await run.scheduler.finish()
         reason = "ended: the run stopped before it was trained on"
         for index in waiting:
             assert run.moves.reasons(f"{index}.0")[-1] == ("dropped", reason)
-        assert run.scheduler._group_table.charged == 0
+        assert run.scheduler._group_table.in_flight == 0
         state = json.loads(json.dumps(run.scheduler.state()))
         assert state["open"] == []
         resumed = await setting(spread, groups_per_step=2, group_size=2)
@@ -864,7 +864,7 @@ def test_when_nothing_is_left_to_try_the_run_says_so(monkeypatch: pytest.MonkeyP
         with pytest.raises(RunError, match=r"tasks in a row were skipped; the last reason: boring: of no use"):
             await run.scheduler.next_rollout()
 
-    monkeypatch.setattr("roll.scheduler.scheduler.MOST_SKIPS", 50)
+    monkeypatch.setattr("roll.scheduler.scheduler.MAX_SKIPS", 50)
     go(main())
 
 
@@ -901,7 +901,7 @@ def test_what_a_sample_killed_counts_against_its_task_and_is_saved() -> None:
         for step in range(9):
             rollout = await run.scheduler.next_rollout()
             assert culprit not in {g.task.id for g in rollout.kept}
-            run.scheduler.trained(rollout, step + 1)
+            run.scheduler.mark_trained(rollout, step + 1)
         tried = [r.sample for r in run.moves.records if r.state == "generating" and f"{r.sample}" in run.runner.started]
         issued = [r for r in run.moves.records if r.state == "queued" and r.info.get("task") == culprit]
         attempts = {r.info["group"] for r in issued if f"{r.info['group']}.1" in run.moves.last()}
@@ -935,7 +935,7 @@ def test_finished_groups_whose_tokens_died_run_again() -> None:
         lost = [index for index, home in homes.items() if home == 0]
         assert lost
         run.runner.crew.kill(0)
-        run.pool.lost(0, "rollout worker died: rollout[0]")
+        run.pool.worker_lost(0, "rollout worker died: rollout[0]")
         run.scheduler.worker_lost(0, "rollout worker died: rollout[0]")
         assert {g.index for g in run.scheduler.open_groups} == {*lost, 3}  # at once, not when the step is closed
         rollout = await call
@@ -944,7 +944,7 @@ def test_finished_groups_whose_tokens_died_run_again() -> None:
         path = run.moves.of(f"{lost[0]}.0")
         assert path == ["queued", "generating", "scoring", "scored"] * 2 + ["kept"]
         assert rollout.batch is not None
-        run.scheduler.trained(rollout, 1)
+        run.scheduler.mark_trained(rollout, 1)
 
     go(main())
 
@@ -967,9 +967,9 @@ def test_a_worker_that_dies_as_the_batch_is_made_costs_a_repetition_not_the_run(
         assert times == 2
         assert [g.index for g in rollout.kept] == [0, 1]
         assert rollout.batch is not None
-        assert {s.state for s in rollout.trained} == {"kept"}
-        assert len(rollout.trained) == 4
-        run.scheduler.trained(rollout, 1)
+        assert {s.state for s in rollout.trained_samples} == {"kept"}
+        assert len(rollout.trained_samples) == 4
+        run.scheduler.mark_trained(rollout, 1)
 
     go(main())
 
@@ -986,8 +986,8 @@ def test_tokens_lost_before_they_were_trained_on_are_made_again() -> None:
         )
         rollout = await run.scheduler.next_rollout()
         assert [g.index for g in rollout.kept] == [0, 2]
-        run.scheduler.give_back(rollout, "tokens lost: rollout[0] died")
-        assert run.scheduler._group_table.charged == 2
+        run.scheduler.requeue_batch(rollout, "tokens lost: rollout[0] died")
+        assert run.scheduler._group_table.in_flight == 2
         again = await run.scheduler.next_rollout()
         assert [g.index for g in again.kept] == [0, 2]
         assert [g.index for g in again.groups] == [0, 1, 2]
@@ -1007,8 +1007,8 @@ def test_tokens_lost_before_they_were_trained_on_are_made_again() -> None:
         ]
         assert run.moves.reasons("0.0")[5] == ("queued", "tokens lost: rollout[0] died")
         assert run.moves.infos("0.0")[5][1] == {"try": 2}
-        run.scheduler.trained(again, 1)
-        assert run.scheduler._group_table.charged == 0
+        run.scheduler.mark_trained(again, 1)
+        assert run.scheduler._group_table.in_flight == 0
 
     go(main())
 
@@ -1017,8 +1017,8 @@ def test_groups_without_tries_left_are_dropped_from_the_books() -> None:
     async def main() -> None:
         run = await setting(spread, lambda s: 1.0, groups_per_step=1, group_size=2, max_attempts=1)
         rollout = await run.scheduler.next_rollout()
-        run.scheduler.give_back(rollout, "tokens lost: rollout[0] died")
-        assert run.scheduler._group_table.charged == 0
+        run.scheduler.requeue_batch(rollout, "tokens lost: rollout[0] died")
+        assert run.scheduler._group_table.in_flight == 0
         assert {s.state for s in rollout.kept[0].samples} == {"failed"}
         again = await run.scheduler.next_rollout()
         assert [g.index for g in again.kept] == [1]
@@ -1037,11 +1037,11 @@ def test_nothing_is_left_at_workers_of_what_was_made_again() -> None:
         run.judges[0].gate.clear()
         other = run.start(run.group(99))  # so that the other worker has less to do
         await asyncio.sleep(1)
-        scheduler.give_back(rollout, "tokens lost: ?")
+        scheduler.requeue_batch(rollout, "tokens lost: ?")
         run.judges[0].gate.set()
         rollout = await scheduler.next_rollout()
         await other
-        scheduler.trained(rollout, 1)
+        scheduler.mark_trained(rollout, 1)
         await run.pool.tokens.release([*rollout.samples, *run.group(99)])
         await asyncio.sleep(1)
         run.assert_empty()
@@ -1055,8 +1055,8 @@ def test_nothing_is_left_at_workers_of_what_was_made_again() -> None:
 async def step(run: Setting, number: int) -> RolloutBatch:
     rollout = await run.scheduler.next_rollout()
     run.scheduler.before_publish(number + 1)
-    run.scheduler.published(number + 1)
-    run.scheduler.trained(rollout, number + 1)
+    run.scheduler.after_publish(number + 1)
+    run.scheduler.mark_trained(rollout, number + 1)
     return rollout
 
 
@@ -1095,7 +1095,7 @@ def test_a_resumed_run_trains_drops_or_draws_again_every_task_once(seed: int) ->
         return state, unfinished
 
     def note_ended(run: Setting) -> None:
-        for group in run.scheduler._tally.ended:
+        for group in run.scheduler._counters.ended:
             if not any(s.reason.startswith(("cut", "surplus")) for s in group.samples):
                 ends[group.task.id, group.epoch] += 1
 
@@ -1141,7 +1141,7 @@ def test_a_state_is_plain_json_and_says_what_is_under_way() -> None:
         rollout = await call
         taken = json.loads(json.dumps(run.scheduler.state()))
         assert [g["task"] for g in taken["open"]] == [g.task.id for g in rollout.kept]  # not trained on yet
-        run.scheduler.trained(rollout, 1)
+        run.scheduler.mark_trained(rollout, 1)
         assert run.scheduler.state()["open"] == []
         assert run.scheduler.state()["lengths"] == [4, sum(s.response_tokens for s in rollout.samples)]
 

@@ -109,7 +109,7 @@ def test_the_order_in_which_weights_are_written_does_not_matter() -> None:
     ("weights", "says"),
     [
         ({"a": 1, "b": 1, "z": 1}, "names 'z', but no task is of that domain: the tasks are of 'a', 'b'"),
-        ({"a": 1}, "says nothing of 'b', of which there are 3 tasks"),
+        ({"a": 1}, "has no entry for 'b', of which there are 3 tasks"),
         ({"a": 1, "b": 0}, "tasks.weights.b is 0: write a number above 0"),
         ({"a": 1, "b": float("nan")}, "tasks.weights.b is nan"),
         ({"a": 1, "b": float("inf")}, "tasks.weights.b is inf"),
@@ -131,7 +131,7 @@ def test_a_shuffle_an_epoch_not_one_a_draw(monkeypatch: pytest.MonkeyPatch) -> N
     order = EpochSampler(tasks_of(50), 7)
     monkeypatch.setattr(random, "Random", Counted)
     for draw in take(order, 125):
-        order.give_back(draw.task)
+        order.requeue(draw.task)
         order.next()
     assert made == ["7/tasks/0", "7/tasks/1", "7/tasks/2"]
 
@@ -140,7 +140,7 @@ def test_what_comes_back_goes_first_in_the_order_it_came_and_with_its_epoch() ->
     order, undisturbed = EpochSampler(tasks_of(3), 0), names(take(EpochSampler(tasks_of(3), 0), 9))
     first = take(order, 4)  # three of epoch 0, one of epoch 1
     for draw in (first[3], first[1], first[2]):
-        order.give_back(draw.task)
+        order.requeue(draw.task)
     again = take(order, 3)
     assert names(again) == [undisturbed[3], *_newest(first, first[1], first[2])]
     assert all(draw.again for draw in again)
@@ -155,17 +155,17 @@ def test_several_draws_of_one_task_come_back_as_several_epochs() -> None:
     order = EpochSampler(tasks_of(1), 0)
     first = take(order, 3)
     for draw in first:
-        order.give_back(draw.task)
+        order.requeue(draw.task)
     assert names(take(order, 4)) == [("a0", 2), ("a0", 1), ("a0", 0), ("a0", 3)]
-    order.give_back(first[0].task, 1)
-    order.give_back(first[0].task, 0)
+    order.requeue(first[0].task, 1)
+    order.requeue(first[0].task, 0)
     assert names(take(order, 3)) == [("a0", 1), ("a0", 0), ("a0", 4)]
 
 
 def test_what_comes_back_takes_no_turn_of_its_domain() -> None:
     order, undisturbed = (EpochSampler(tasks_of(3, 3), 0, {"a": 1, "b": 1}) for _ in range(2))
     for _ in range(5):
-        order.give_back(order.next().task)
+        order.requeue(order.next().task)
         order.next()
     take(undisturbed, 5)
     assert names(take(order, 12)) == names(take(undisturbed, 12))
@@ -176,10 +176,10 @@ def test_a_task_that_was_not_drawn_cannot_come_back() -> None:
     drawn = order.next()
     other = next(task for task in tasks_of(2) if task.id != drawn.task.id)
     with pytest.raises(AssertionError, match="was not drawn"):
-        order.give_back(other)
-    order.give_back(drawn.task, 0)
-    with pytest.raises(AssertionError, match="came back twice"):
-        order.give_back(drawn.task, 0)
+        order.requeue(other)
+    order.requeue(drawn.task, 0)
+    with pytest.raises(AssertionError, match="was requeued twice"):
+        order.requeue(drawn.task, 0)
 
 
 def test_a_run_does_not_go_on_with_other_tasks() -> None:
@@ -190,13 +190,13 @@ def test_a_run_does_not_go_on_with_other_tasks() -> None:
 
 def test_the_ground_gives_the_shape_it_was_made_with() -> None:
     shape = BatchPolicy(0.5, "first_finished")
-    assert SamplerWrapper(EpochSampler(tasks_of(1), 0, shape=shape)).begin_step() == shape
+    assert SamplerWrapper(EpochSampler(tasks_of(1), 0, batch_policy=shape)).begin_step() == shape
     assert EpochSampler(tasks_of(1), 0).begin_step() == BatchPolicy(0.0, "in_order")
 
 
 def judge(order: TaskSampler, task: Task, reward: float, steps: int = 1) -> None:
     for _ in range(steps):
-        order.judged(task, [reward, reward], [1, 1])
+        order.on_group_judged(task, [reward, reward], [1, 1])
         order.begin_step()
 
 
@@ -250,15 +250,15 @@ def test_skipping_changes_no_draw_but_its_reason_and_spares_what_comes_back() ->
     draws = take(order, 40)
     assert names(draws) == names(take(EpochSampler(tasks_of(4), 0), 40))
     for draw in draws[-4:]:
-        order.give_back(draw.task)
+        order.requeue(draw.task)
     assert [draw.skip for draw in take(order, 4)] == [""] * 4
 
 
 def test_rates_forget_old_visits_and_are_of_the_steps_before() -> None:
     task = tasks_of(1)[0]
     order = SolveRateSampler(EpochSampler([task], 0), seed=0, low=0.0, high=2.0)
-    order.judged(task, [], [])
-    order.judged(task, [1.0, 2.0], [5, 5])
+    order.on_group_judged(task, [], [])
+    order.on_group_judged(task, [1.0, 2.0], [5, 5])
     assert order.rates() == {}
     order.begin_step()
     assert order.rates() == {"a0": 0.75}
@@ -277,10 +277,10 @@ def test_draws_of_a_step_do_not_depend_on_when_its_groups_finish() -> None:
         for _ in range(3):
             order.begin_step()
             for task, reward, tokens in news[:early]:
-                order.judged(task, [reward], [tokens])
+                order.on_group_judged(task, [reward], [tokens])
             found += take(order, 6)
             for task, reward, tokens in news[early:]:
-                order.judged(task, [reward], [tokens])
+                order.on_group_judged(task, [reward], [tokens])
         return found
 
     assert draws(news, 0) == draws(news[::-1], 4) == draws(news, 2)
@@ -323,17 +323,24 @@ class Life:
         return None
 
     def _end(self, what: str, draw: TaskDraw, pick: int) -> None:
-        if what == "judged":
-            self.order.judged(draw.task, [float(pick % 2)] * 2, [pick, pick + 1])
+        if what == "on_group_judged":
+            self.order.on_group_judged(draw.task, [float(pick % 2)] * 2, [pick, pick + 1])
             return
-        assert what in ("give_back", "cut")
+        assert what in ("requeue", "requeue_unfinished")
         self.came_back[draw.task.id, draw.epoch] += 1
-        use = self.order.cut if what == "cut" and self.shape.cut == "first_finished" else self.order.give_back
+        use = (
+            self.order.requeue_unfinished
+            if what == "requeue_unfinished" and self.shape.cut == "first_finished"
+            else self.order.requeue
+        )
         use(draw.task, draw.epoch)
 
 
 moves = st.lists(
-    st.tuples(st.sampled_from(["next", "next", "next", "judged", "give_back", "cut", "step"]), st.integers(0, 99)),
+    st.tuples(
+        st.sampled_from(["next", "next", "next", "on_group_judged", "requeue", "requeue_unfinished", "step"]),
+        st.integers(0, 99),
+    ),
     max_size=60,
 )
 kinds = st.sampled_from(["epochs", "solve_rate", "longest_first", "tail_batching"])
@@ -349,7 +356,7 @@ def test_no_draw_is_lost_or_doubled_whatever_happens(kind: str, moves: list[tupl
         life.act("step", 0)
         life.act("next", 0)
         life.act("next", 0)
-        life.act("cut", 1)
+        life.act("requeue_unfinished", 1)
     extra = Counter({key: count - 1 - life.came_back[key] for key, count in life.issued.items()})
     assert max(extra.values()) == 0, "given out once more than it came back"
     whole = [epoch for epoch in range(5) if all((task.id, epoch) in life.issued for task in tasks_of(4, 2))]
@@ -369,7 +376,7 @@ def test_a_restored_order_goes_on_with_the_same_draws(
     state: dict[str, Any] = json.loads(json.dumps(life.order.state()))
     assert state == life.order.state()
     other = Life(made(kind))
-    for what in ("next", "next", "give_back", "judged", "step"):  # whatever it did before, `restore` forgets
+    for what in ("next", "next", "requeue", "on_group_judged", "step"):  # whatever it did before, `restore` forgets
         other.act(what, 0)
     other.order.restore(json.loads(json.dumps(state)))
     other.running, other.shape = list(life.running), life.shape
@@ -385,11 +392,11 @@ def test_wrappers_hand_on_what_they_are_told(kind: str) -> None:
     heard: list[str] = []
 
     class Ear(SamplerWrapper):
-        def give_back(self, task: Task, epoch: int | None = None) -> None:
-            heard.append(f"give_back {task.id} {epoch}")
+        def requeue(self, task: Task, epoch: int | None = None) -> None:
+            heard.append(f"requeue {task.id} {epoch}")
 
-        def judged(self, task: Task, rewards: Sequence[float], tokens: Sequence[int]) -> None:
-            heard.append(f"judged {task.id} {list(rewards)} {list(tokens)}")
+        def on_group_judged(self, task: Task, rewards: Sequence[float], tokens: Sequence[int]) -> None:
+            heard.append(f"on_group_judged {task.id} {list(rewards)} {list(tokens)}")
 
         def begin_step(self) -> BatchPolicy:
             heard.append("begin_step")
@@ -397,7 +404,7 @@ def test_wrappers_hand_on_what_they_are_told(kind: str) -> None:
 
     order.base = Ear(order.base)
     task = order.next().task
-    order.give_back(task, 0)
-    order.judged(task, [0.5], [7])
+    order.requeue(task, 0)
+    order.on_group_judged(task, [0.5], [7])
     order.begin_step()
-    assert heard == [f"give_back {task.id} 0", f"judged {task.id} [0.5] [7]", "begin_step"]
+    assert heard == [f"requeue {task.id} 0", f"on_group_judged {task.id} [0.5] [7]", "begin_step"]

@@ -171,7 +171,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         tasks=st.integers(7, 12),
         turns=st.sampled_from([1, 1, 3]),
         sampler=st.sampled_from(["epochs", "solve_rate"]),
-        scoring_most=st.sampled_from([0, 2]),
+        max_scoring=st.sampled_from([0, 2]),
         way_s=st.sampled_from([0.0, 0.002, 0.2]),
         deadly=st.sampled_from([0.0, 0.0, 0.5]),
         greedy=st.booleans(),
@@ -185,7 +185,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         tasks: int,
         turns: int,
         sampler: str,
-        scoring_most: int,
+        max_scoring: int,
         way_s: float,
         deadly: float,
         greedy: bool,
@@ -200,7 +200,7 @@ class ExactlyOnce(RuleBasedStateMachine):
 
         def make_world() -> SimCluster:
             return SimCluster(
-                work, workers=workers, tries=self.config.max_attempts, scoring_most=scoring_most, way_s=way_s, fate=fate
+                work, workers=workers, tries=self.config.max_attempts, max_scoring=max_scoring, way_s=way_s, fate=fate
             )
 
         def order() -> Watched:
@@ -396,11 +396,11 @@ class ExactlyOnce(RuleBasedStateMachine):
 
     def check_buffer(self) -> None:
         """What was ready at the checkpoint is, without being made again; but for what a dead worker could not write."""
-        saved, books = self.training.saved, self.training.scheduler._group_table
+        saved, table = self.training.saved, self.training.scheduler._group_table
         for group in json.loads(saved.scheduler)["ready"] if saved else ():
             part = saved.buffer / f"part-{group['part']}.json"
             known = group["task"] in {task.id for task in self.tasks}
-            assert (group["index"] in books.ready) == (part.is_file() and known), group
+            assert (group["index"] in table.ready) == (part.is_file() and known), group
 
     def half_undo(self, share: float) -> None:
         saved, path = self.training.saved, self.training.path
@@ -439,7 +439,7 @@ class ExactlyOnce(RuleBasedStateMachine):
             self.act(lambda: self.training.scheduler.drop(group, "a wish: away with it"))
 
     @precondition(lambda self: self.training.scheduler.open_groups)
-    @rule(number=NUMBER, after_s=SHORT_S, how=st.sampled_from(["stop", "end", "requeue"]))
+    @rule(number=NUMBER, after_s=SHORT_S, how=st.sampled_from(["drop_sample", "end_response", "requeue"]))
     def interfere_with_a_sample(self, number: int, after_s: float, how: str) -> None:
         self.wait(after_s)
         if (sample := self.some_sample(number)) is not None:
@@ -498,9 +498,9 @@ class ExactlyOnce(RuleBasedStateMachine):
     def check_tokens(self) -> None:
         """Workers keep the tokens of those groups only that may be trained on, or that the next step will forget."""
         scheduler, pool = self.training.scheduler, self.training.world.pool
-        known = {group.index for group in (*scheduler._group_table.waiting, *scheduler._tally.ended)}
+        known = {group.index for group in (*scheduler._group_table.waiting, *scheduler._counters.ended)}
         kept = {
-            *pool.tokens._homes,
+            *pool.tokens._locations,
             *(sample for rollouts in self.training.world.rollouts for sample in rollouts.resident_samples),
         }
         assert {int(sample.partition(".")[0]) for sample in kept} <= known
@@ -514,7 +514,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         assert world.graders.serving + world.graders.waiting == 0
         assert set().union(*(rollouts.running for rollouts in world.rollouts)) == set()
         assert set().union(*(rollouts.resident_samples for rollouts in world.rollouts)) == set()
-        assert world.pool.tokens._homes == {}
+        assert world.pool.tokens._locations == {}
 
     def check(self) -> None:
         path = self.training.path
