@@ -48,8 +48,8 @@ class BatchedClient:
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._number = 0
         self._channel: BatchedChannel[Packed, list[Packed]] = BatchedChannel(
-            lambda calls: self._in_time(post(client, calls), "a crowd of calls", deadline_s),
-            lambda: self._in_time(answers(client), "whether there are answers", POLL_S + deadline_s),
+            lambda calls: self._in_time(post(client, calls), "a batch of calls", deadline_s),
+            lambda: self._in_time(answers(client), "a poll for results", POLL_S + deadline_s),
             on_result=self._take,
             on_error=self._fail,
             busy=lambda: bool(self._waiting),
@@ -104,13 +104,13 @@ class BatchedServer:
         """`do` executes a call and returns its result; an error is part of the result."""
         self._do = do
         self._boxes: defaultdict[str, _Box] = defaultdict(_Box)
-        self._under_way: Counter[str] = Counter()
+        self._running: Counter[str] = Counter()
         """Running calls per client."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def post(self, client: str, calls: list[Packed]) -> None:
         for number, packed in calls:
-            self._under_way[client] += 1
+            self._running[client] += 1
             task = asyncio.create_task(self._work(client, number, packed))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -123,14 +123,14 @@ class BatchedServer:
                 await box.results.wait()
         answers, box.answers = box.answers, []
         box.results.clear()
-        if not self._under_way[client]:
-            del self._boxes[client], self._under_way[client]
+        if not self._running[client]:
+            del self._boxes[client], self._running[client]
         return answers
 
     async def _work(self, client: str, number: int, packed: bytes) -> None:
         # waits: the caller has a deadline
         answer = await self._do(packed)
-        self._under_way[client] -= 1
+        self._running[client] -= 1
         box = self._boxes[client]
         box.answers.append((number, answer))
         box.results.set()

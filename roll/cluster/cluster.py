@@ -23,7 +23,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from roll.cluster.errors import CallTimedOut, RemoteError, WorkerDied, first_of
 from roll.cluster.executor import Executor, Handle
-from roll.cluster.worker import Dispatch, SharedArguments, Worker, WorkerPlacement, parallel_of
+from roll.cluster.worker import Dispatch, SharedArguments, Worker, WorkerPlacement, dispatch_of
 from roll.config.errors import RunError
 from roll.data.batch import Batch
 from roll.data.remote_columns import Indices
@@ -67,7 +67,7 @@ class Cluster(Generic[W]):
         self._executor = executor
         self._pending: dict[object, tuple[str, str, float]] = {}
         """Worker, method and start time of every in-flight call."""
-        self.loss: RemoteError | None = None
+        self.group_failure: RemoteError | None = None
         """The error of the rank that failed first and made the cluster end its group. None while the group is healthy,
         and if the workers are no group."""
 
@@ -76,13 +76,13 @@ class Cluster(Generic[W]):
 
     @classmethod
     async def start(
-        cls, executor: Executor, make: Callable[[WorkerPlacement], W], places: Sequence[WorkerPlacement]
+        cls, executor: Executor, make: Callable[[WorkerPlacement], W], placements: Sequence[WorkerPlacement]
     ) -> Cluster[W]:
         """Starts one worker per placement; `make` runs in the worker's process."""
-        return cls(places[0].role, await executor.start(make, places), executor.deadline_s, executor)
+        return cls(placements[0].role, await executor.start(make, placements), executor.deadline_s, executor)
 
     @property
-    def places(self) -> list[WorkerPlacement]:
+    def placements(self) -> list[WorkerPlacement]:
         """Placement of each worker, by rank."""
         return [handle.placement for handle in self._handles]
 
@@ -95,7 +95,7 @@ class Cluster(Generic[W]):
         return self._handles[0].placement.mesh is not None
 
     @property
-    def units(self) -> list[list[int]]:
+    def restart_units(self) -> list[list[int]]:
         """Sets of ranks that fail and restart together: all ranks of a group, or each worker alone."""
         ranks = list(range(len(self)))
         return [ranks] if self.is_group else [[rank] for rank in ranks]
@@ -111,7 +111,7 @@ class Cluster(Generic[W]):
         some._pending = self._pending
         return some
 
-    def as_sent(self) -> Cluster[W]:
+    def snapshot(self) -> Cluster[W]:
         """The cluster as a worker in another process would receive it: its handles keep pointing to the current worker
         processes, also after a restart."""
         sent: Cluster[W] = Cluster(self.role, [copy.copy(handle) for handle in self._handles], self.deadline_s)
@@ -150,13 +150,13 @@ class Cluster(Generic[W]):
             name = self._handles[rank].placement.name
             raise RunError(f"{name} cannot be restarted here: only where its cluster was started")
         await structured_gather(executor.restart(handle) for handle in self._unit(rank))
-        self.loss = None
+        self.group_failure = None
 
     async def end(self, rank: int, why: RemoteError | None = None) -> None:
         """Ends a worker's process, or the processes of all ranks of a group. In-flight calls raise `WorkerDied`, or `why`
         if the cluster ends the group."""
-        if self.is_group and self.loss is None:
-            self.loss = why
+        if self.is_group and self.group_failure is None:
+            self.group_failure = why
         await structured_gather(handle.end(self.deadline_s) for handle in self._unit(rank))
 
     def _unit(self, rank: int) -> Sequence[Handle]:
@@ -174,20 +174,20 @@ class Cluster(Generic[W]):
     async def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a `@dispatch` method on the role's workers and joins their results. If the workers are the ranks of a
         mesh, every rank gets the whole call, whatever its dispatch, and the result is rank 0's."""
-        how = parallel_of(method)
+        how = dispatch_of(method)
         if self.is_group:
-            return (await self._on_all(method, args, kwargs))[0]
+            return (await self._call_all(method, args, kwargs))[0]
         if how.dispatch is Dispatch.ONE or (how.dispatch is Dispatch.DATA and len(self) == 1):
             return await self._call(self._handles[0], method, args, kwargs)
         if how.dispatch is Dispatch.ALL:
-            return (await self._on_all(method, args, kwargs))[0]
+            return (await self._call_all(method, args, kwargs))[0]
         whole, parts = _split(method, args, len(self))
         calls = [
             self._call(handle, method, [arg.select(part) if isinstance(arg, Batch) else arg for arg in args], kwargs)
             for handle, part in zip(self._handles, parts, strict=True)
         ]
         assert how.join is not None
-        return how.join(await self._together(calls), parts, whole)
+        return how.join(await self._await_all(calls), parts, whole)
 
     @overload
     async def call_each(
@@ -198,12 +198,12 @@ class Cluster(Generic[W]):
     async def call_each(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a `@dispatch` method with the same arguments on every worker; returns one result per rank. For the ranks
         of a mesh the method must be `Dispatch.ALL`: only those have a result per rank."""
-        if self.is_group and parallel_of(method).dispatch is not Dispatch.ALL:
+        if self.is_group and dispatch_of(method).dispatch is not Dispatch.ALL:
             raise TypeError(
                 f"{method.__qualname__} has no result of its own on each rank: only methods for all workers have"
             )
-        parallel_of(method)
-        return await self._on_all(method, args, kwargs)
+        dispatch_of(method)
+        return await self._call_all(method, args, kwargs)
 
     @overload
     async def call_rank(
@@ -215,9 +215,9 @@ class Cluster(Generic[W]):
     ) -> R: ...
     async def call_rank(self, rank: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a `@dispatch` method on one worker."""
-        parallel_of(method)
+        dispatch_of(method)
         call = self._call(self._handles[rank], method, args, kwargs)
-        return (await self._in_group({rank: call}))[0] if self.is_group else await call
+        return (await self._await_group({rank: call}))[0] if self.is_group else await call
 
     async def _call(self, handle: Handle, method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         limit, key = asyncio.timeout(self.deadline_s), object()
@@ -232,12 +232,12 @@ class Cluster(Generic[W]):
         finally:
             del self._pending[key]
 
-    async def _on_all(self, method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    async def _call_all(self, method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         shared = SharedArguments(args)
         calls = [self._call(handle, method, shared, kwargs) for handle in self._handles]
-        return await (self._in_group(dict(enumerate(calls))) if self.is_group else self._together(calls))
+        return await (self._await_group(dict(enumerate(calls))) if self.is_group else self._await_all(calls))
 
-    async def _in_group(self, calls: Mapping[int, Coroutine[Any, Any, Any]]) -> list[Any]:
+    async def _await_group(self, calls: Mapping[int, Coroutine[Any, Any, Any]]) -> list[Any]:
         """Awaits calls on ranks of a group. After an error the ranks are still synchronized only if each of them has
         answered; if not, the cluster ends the group."""
         tasks = {rank: asyncio.ensure_future(call) for rank, call in calls.items()}
@@ -256,13 +256,13 @@ class Cluster(Generic[W]):
         peer hangs: then the error to raise is the peer's."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + _GRACE_S
-        while self.loss is None and not _deaths(errors) and (left_s := until_s - loop.time()) > 0:
+        while self.group_failure is None and not _deaths(errors) and (remaining_s := until_s - loop.time()) > 0:
             pending = [task for task in tasks.values() if not task.done()]
             if not pending:
                 break
-            await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(pending, timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
             errors = _errors(tasks.values())
-        lost = self.loss or first_of(_deaths(errors))
+        lost = self.group_failure or first_of(_deaths(errors))
         silent = [rank for rank, task in tasks.items() if not task.done() or isinstance(task.exception(), CallTimedOut)]
         if lost is None and (silent or _remote(errors)):
             peers = [rank for rank in range(len(self)) if rank not in tasks]
@@ -279,11 +279,11 @@ class Cluster(Generic[W]):
             return
         try:
             await self.end(0, error if isinstance(error, RemoteError) else None)
-        except RunError as left:
-            _log.warning("%s", left)
+        except RunError as end_error:
+            _log.warning("%s", end_error)
 
     @staticmethod
-    async def _together(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    async def _await_all(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
         """All results. After a failure, waits up to `_GRACE_S` for the other calls and raises the earliest error."""
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:

@@ -42,10 +42,10 @@ class RemoteError(RunError):
     at_s: float
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _told, (type(self), self.args), self.__dict__
+        return _unpickled_error, (type(self), self.args), self.__dict__
 
 
-def _told(kind: type[RemoteError], args: tuple[Any, ...]) -> RemoteError:
+def _unpickled_error(kind: type[RemoteError], args: tuple[Any, ...]) -> RemoteError:
     """Unpickles an error that was raised in another process, with its message unchanged."""
     return kind.__new__(kind, *args)
 
@@ -69,9 +69,9 @@ class WorkerDied(RemoteError):
     """A worker's process ended or cannot be reached."""
 
     def __init__(self, worker: str, reason: str, log: Path | None = None) -> None:
-        said = _tail(log)
-        last = f"\n  the end of {log}:\n{_indented(said)}" if said else ""
-        super().__init__(f"{worker} died: {reason}{last}")
+        tail = _tail(log)
+        log_end = f"\n  the end of {log}:\n{_indented(tail)}" if tail else ""
+        super().__init__(f"{worker} died: {reason}{log_end}")
         self.worker = worker
         self.at_s = time.time()
 
@@ -93,10 +93,10 @@ class NodeLost(RunError):
         super().__init__(f"{worker} was on {node}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _said, (type(self), str(self))
+        return _unpickled_node_lost, (type(self), str(self))
 
 
-def _said(kind: type[NodeLost], message: str) -> NodeLost:
+def _unpickled_node_lost(kind: type[NodeLost], message: str) -> NodeLost:
     error = kind.__new__(kind)
     error.args = (message,)
     return error
@@ -105,10 +105,10 @@ def _said(kind: type[NodeLost], message: str) -> NodeLost:
 class ClusterLost(RunError):
     """No worker can be reached: the head of the Ray cluster is gone, or Ray on the node of this process."""
 
-    def __init__(self, why: str, own: bool = False) -> None:
+    def __init__(self, why: str, started_here: bool = False) -> None:
         """`own`: the run itself has started Ray, and starts it again when it is resumed."""
-        start = "" if own else "start Ray again, and "
-        todo = f"{start}continue from the last checkpoint with {option('resume')}"
+        advice = "" if started_here else "start Ray again, and "
+        todo = f"{advice}continue from the last checkpoint with {option('resume')}"
         super().__init__(f"{why}: no worker can be reached any more. {todo[0].upper()}{todo[1:]}")
 
 
@@ -125,20 +125,20 @@ def _causes(error: BaseException) -> list[str]:
     """The chain of exceptions that led to this error, one line each, root cause first."""
     chain: list[str] = []
     seen: set[int] = set()
-    at: BaseException | None = error
-    while at is not None and id(at) not in seen:
-        seen.add(id(at))
-        lines = str(at).strip().splitlines()
-        chain.append(f"{type(at).__name__}: {lines[0]}" if lines else type(at).__name__)
-        at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        lines = str(current).strip().splitlines()
+        chain.append(f"{type(current).__name__}: {lines[0]}" if lines else type(current).__name__)
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
     return chain[::-1]
 
 
-def _tail(log: Path | None, lines: int = 15, reach_bytes: int = 8192) -> str:
+def _tail(log: Path | None, lines: int = 15, max_bytes: int = 8192) -> str:
     if log is None or not log.is_file():
         return ""
     with log.open("rb") as file:
-        file.seek(max(log.stat().st_size - reach_bytes, 0))
+        file.seek(max(log.stat().st_size - max_bytes, 0))
         return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
 
 

@@ -74,7 +74,7 @@ class Executor(Protocol):
         """Sets the folder for the logs of workers in separate processes: one log of at most `limit_bytes` per worker."""
         ...
 
-    def reserve(self, places: Sequence[WorkerPlacement], spares: Sequence[WorkerPlacement] = ()) -> None:
+    def reserve(self, placements: Sequence[WorkerPlacement], spares: Sequence[WorkerPlacement] = ()) -> None:
         """Reserves the devices of all workers of a run; those in `spares` may also have a spare process."""
         ...
 
@@ -83,7 +83,7 @@ class Executor(Protocol):
         """Why no worker can be reached; None while the cluster is alive."""
         ...
 
-    async def lost_node(self, place: WorkerPlacement) -> str | None:
+    async def lost_node(self, placement: WorkerPlacement) -> str | None:
         """Names the lost node of a placement and why it is lost; None while the node is alive. Raises `ClusterLost`."""
         ...
 
@@ -95,7 +95,7 @@ class Executor(Protocol):
         """Returns the batch with all of its tokens in this process."""
         ...
 
-    async def start(self, make: Callable[[WorkerPlacement], W], places: Sequence[WorkerPlacement]) -> list[Handle]:
+    async def start(self, make: Callable[[WorkerPlacement], W], placements: Sequence[WorkerPlacement]) -> list[Handle]:
         """Starts one worker per placement; `make` creates it there."""
         ...
 
@@ -160,7 +160,7 @@ class LocalExecutor:
         self._makes: dict[LocalHandle, Callable[[WorkerPlacement], Worker]] = {}
         """The function that creates each worker of this process."""
         self._processes: list[ProcessHandle] = []
-        self._spare_places: set[WorkerPlacement] = set()
+        self._spare_placements: set[WorkerPlacement] = set()
         self._log_dir: Path | None = None
         self._log_bytes = LIMIT_BYTES
 
@@ -175,16 +175,16 @@ class LocalExecutor:
         """Sets the folder for the logs of workers in separate processes; those in this process print to its streams."""
         self._log_dir, self._log_bytes = folder, limit_bytes
 
-    def reserve(self, places: Sequence[WorkerPlacement], spares: Sequence[WorkerPlacement] = ()) -> None:
+    def reserve(self, placements: Sequence[WorkerPlacement], spares: Sequence[WorkerPlacement] = ()) -> None:
         """Reserves nothing: this process already has its devices."""
-        self._spare_places = set(spares)
+        self._spare_placements = set(spares)
 
     @property
     def failure(self) -> ClusterLost | None:
         """Always None: workers of this machine can be reached."""
         return None
 
-    async def lost_node(self, place: WorkerPlacement) -> str | None:
+    async def lost_node(self, placement: WorkerPlacement) -> str | None:
         """Always None: the workers are on this machine."""
         return None
 
@@ -194,15 +194,15 @@ class LocalExecutor:
     async def fetch(self, batch: Batch) -> Batch:
         return batch
 
-    async def start(self, make: Callable[[WorkerPlacement], W], places: Sequence[WorkerPlacement]) -> list[Handle]:
+    async def start(self, make: Callable[[WorkerPlacement], W], placements: Sequence[WorkerPlacement]) -> list[Handle]:
         handles: list[Handle] = []
         processes: list[ProcessHandle] = []
-        for place in places:
-            if place.mesh is not None:
-                processes.append(ProcessHandle(place, make, self._log_of(place), self._log_bytes))
+        for placement in placements:
+            if placement.mesh is not None:
+                processes.append(ProcessHandle(placement, make, self._log_of(placement), self._log_bytes))
                 handles.append(processes[-1])
                 continue
-            worker = make(place)
+            worker = make(placement)
             self._workers.append(worker)
             handle = LocalHandle(worker)
             self._makes[handle] = make
@@ -210,11 +210,11 @@ class LocalExecutor:
         self._processes += processes
         if processes:
             starts = structured_gather(handle.start(self._silent_s) for handle in processes)
-            await self._in_time(starts, f"the workers of {places[0].role} have")
+            await self._in_time(starts, f"the workers of {placements[0].role} have")
         return handles
 
     async def keep_spare(self, handle: Handle, warm: Callable[[], None]) -> None:
-        if isinstance(handle, ProcessHandle) and handle in self._processes and handle.placement in self._spare_places:
+        if isinstance(handle, ProcessHandle) and handle in self._processes and handle.placement in self._spare_placements:
             await self._in_time(handle.keep_spare(warm), f"the spare of {handle.placement.name} has")
 
     async def restart(self, handle: Handle) -> None:
@@ -238,14 +238,14 @@ class LocalExecutor:
                 self._workers = []
                 self._makes.clear()
 
-    def _log_of(self, place: WorkerPlacement) -> Path | None:
-        return None if self._log_dir is None else self._log_dir / f"{place.role}-{place.rank}.log"
+    def _log_of(self, placement: WorkerPlacement) -> Path | None:
+        return None if self._log_dir is None else self._log_dir / f"{placement.role}-{placement.rank}.log"
 
     async def _in_time(self, starts: Awaitable[Any], who: str) -> None:
-        await started_in_time(starts, self._start_s, who)
+        await start_within_deadline(starts, self._start_s, who)
 
 
-async def started_in_time(starts: Awaitable[Any], seconds: float, who: str) -> None:
+async def start_within_deadline(starts: Awaitable[Any], seconds: float, who: str) -> None:
     """Waits for a start; after `seconds`, raises a `RunError` that says that `who` has not started."""
     limit = asyncio.timeout(seconds)
     try:

@@ -17,7 +17,7 @@ import cloudpickle
 from roll.cluster.errors import CallFailure, CallTimedOut, WorkerDied, WorkerError
 from roll.cluster.process_main import NUMBER, CallMessage, CloseMessage, StartMessage, WarmUpMessage
 from roll.cluster.worker import SharedArguments, Worker, WorkerPlacement
-from roll.cluster.worker_runtime import CallResult, StartInfo, unsent
+from roll.cluster.worker_runtime import CallResult, StartInfo, unsendable
 from roll.config.errors import RunError
 from roll.config.file_modes import inherit_folder_mode
 from roll.process.bounded_log import LIMIT_BYTES
@@ -38,12 +38,12 @@ class ProcessHandle:
 
     def __init__(
         self,
-        place: WorkerPlacement,
+        placement: WorkerPlacement,
         make: Callable[[WorkerPlacement], Worker],
         log: Path | None,
         log_bytes: int = LIMIT_BYTES,
     ) -> None:
-        self.placement = place
+        self.placement = placement
         self.incarnation = 0
         self.bytes = 0
         """Bytes of calls and results so far."""
@@ -65,44 +65,44 @@ class ProcessHandle:
                 return
             except (WorkerDied, CallTimedOut):
                 await spare.end(_END_S)  # the spare has died or hangs
-        await self._start_in(await self._process(), silent_s)
+        await self._start_in(await self._start_process(), silent_s)
 
     async def keep_spare(self, warm: Callable[[], None]) -> None:
         """Keeps a spare process ready that has unpickled `make` and called `warm`: their imports are the longest part of
         a start."""
         if self._spare is not None and self._spare.is_open:
             return
-        spare = self._spare = await self._process()
+        spare = self._spare = await self._start_process()
         try:
-            await self._ask_in(spare, cloudpickle.dumps(WarmUpMessage(self._make, warm)), "its warm-up")
+            await self._request_in(spare, cloudpickle.dumps(WarmUpMessage(self._make, warm)), "its warm-up")
         except BaseException:
             if self._spare is spare:  # else a restart is already using it
                 self._spare = None
                 spare.kill()
             raise
 
-    async def _process(self) -> _Connection:
+    async def _start_process(self) -> _Connection:
         if self._log is not None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             inherit_folder_mode(self._log.parent)
-        child = await ManagedProcess.start(_COMMAND, self._log, _environment(self.placement), self._log_bytes)
-        return _Connection(child, self.placement.name, self._log)
+        process = await ManagedProcess.start(_COMMAND, self._log, _environment(self.placement), self._log_bytes)
+        return _Connection(process, self.placement.name, self._log)
 
     async def _start_in(self, process: _Connection, silent_s: float) -> None:
         """Creates the worker in a process."""
         self._connection = process
         try:
-            self._where = (await self._made(silent_s)).where
+            self._where = (await self._create_worker(silent_s)).where
         except BaseException:
             process.kill()
             raise
 
-    async def _made(self, silent_s: float) -> StartInfo:
-        asking = self._ask(cloudpickle.dumps(StartMessage(self.placement, self._log, self._make)), "its start")
-        starting: asyncio.Future[StartInfo] = asyncio.ensure_future(asking)
+    async def _create_worker(self, silent_s: float) -> StartInfo:
+        request = self._request(cloudpickle.dumps(StartMessage(self.placement, self._log, self._make)), "its start")
+        starting: asyncio.Future[StartInfo] = asyncio.ensure_future(request)
         try:
             # waits: the executor bounds every start; `silent_s` does not apply to the start of the interpreter
-            await self._reached.ask(b"")
+            await self._live_connection.request(b"")
             while not starting.done():
                 await asyncio.wait({starting}, timeout=silent_s / 2)
                 if not starting.done():
@@ -112,12 +112,12 @@ class ProcessHandle:
             starting.cancel()
 
     async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return await self._ask(self._packed(method, args, kwargs), method)
+        return await self._request(self._pack_call(method, args, kwargs), method)
 
     async def ping(self, deadline_s: float) -> None:
         try:
             async with asyncio.timeout(deadline_s):
-                await self._reached.ask(b"")
+                await self._live_connection.request(b"")
         except TimeoutError:
             raise CallTimedOut(self.placement.name, "ping", deadline_s) from None
 
@@ -135,7 +135,7 @@ class ProcessHandle:
         """Closes the worker, then kills its process, also if closing fails or takes longer than the deadline."""
         try:
             async with asyncio.timeout(deadline_s):
-                await self._ask(cloudpickle.dumps(CloseMessage()), "close")
+                await self._request(cloudpickle.dumps(CloseMessage()), "close")
         except (TimeoutError, RunError):
             pass  # the process is killed below anyway
         finally:
@@ -145,12 +145,12 @@ class ProcessHandle:
             await self.end(_END_S)
 
     @property
-    def _reached(self) -> _Connection:
+    def _live_connection(self) -> _Connection:
         if self._connection is None:
             raise WorkerDied(self.placement.name, "its process was not started", self._log)
         return self._connection
 
-    def _packed(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
+    def _pack_call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
         if isinstance(args, SharedArguments) and args.packed is not None:
             return args.packed
         try:
@@ -163,28 +163,28 @@ class ProcessHandle:
             args.packed = packed
         return packed
 
-    async def _ask(self, packed: bytes, method: str) -> Any:
-        return await self._ask_in(self._reached, packed, method)
+    async def _request(self, packed: bytes, method: str) -> Any:
+        return await self._request_in(self._live_connection, packed, method)
 
-    async def _ask_in(self, process: _Connection, packed: bytes, method: str) -> Any:
-        said = await process.ask(packed)
-        self.bytes += len(packed) + len(said)
+    async def _request_in(self, process: _Connection, packed: bytes, method: str) -> Any:
+        packed_result = await process.request(packed)
+        self.bytes += len(packed) + len(packed_result)
         try:
-            answer: CallResult | CallFailure = cloudpickle.loads(said)
+            result: CallResult | CallFailure = cloudpickle.loads(packed_result)
         except Exception as error:
-            answer = unsent(CallFailure.of(error, self.placement.name, method, self._where))
-        if isinstance(answer, CallFailure):
-            raise WorkerError(answer)
-        if answer.error is not None:
-            raise answer.error
-        return answer.value
+            result = unsendable(CallFailure.of(error, self.placement.name, method, self._where))
+        if isinstance(result, CallFailure):
+            raise WorkerError(result)
+        if result.error is not None:
+            raise result.error
+        return result.value
 
 
 class _Connection:
     """Requests to one process and their results. A cancelled request is still sent, and its result is ignored."""
 
-    def __init__(self, child: ManagedProcess, worker: str, log: Path | None) -> None:
-        self._child = child
+    def __init__(self, process: ManagedProcess, worker: str, log: Path | None) -> None:
+        self._process = process
         self._worker = worker
         self._log = log
         self._numbers = itertools.count()
@@ -198,27 +198,27 @@ class _Connection:
         return not self._reading.done()
 
     def kill(self) -> None:
-        self._child.kill()
+        self._process.kill()
 
-    async def ask(self, request: bytes) -> memoryview:
+    async def request(self, payload: bytes) -> memoryview:
         """Sends a request and returns the result. An empty request is a ping, whose result is empty."""
         if not self.is_open:
-            raise self._death()
-        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._waiting[number] = answer
-        self._outgoing.put_nowait((HEADER.pack(NUMBER.size + len(request)) + NUMBER.pack(number), request))
+            raise self._died_error()
+        number, result = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._waiting[number] = result
+        self._outgoing.put_nowait((HEADER.pack(NUMBER.size + len(payload)) + NUMBER.pack(number), payload))
         try:
             # waits: `Cluster` bounds every call, the executor every start
-            found: memoryview = await answer
-            return found
+            payload_of_result: memoryview = await result
+            return payload_of_result
         finally:
             del self._waiting[number]
 
     async def end(self, deadline_s: float) -> bool:
         """Kills the process, also if it is stopped; returns whether it ended within the deadline."""
-        self._child.kill()
-        await asyncio.wait({self._child.exit}, timeout=deadline_s)
-        if not self._child.exit.done():
+        self._process.kill()
+        await asyncio.wait({self._process.exit}, timeout=deadline_s)
+        if not self._process.exit.done():
             return False
         await asyncio.wait({self._reading}, timeout=deadline_s)
         return True
@@ -230,16 +230,16 @@ class _Connection:
                 # waits: for as long as the process lives
                 for part in await self._outgoing.get():
                     view = memoryview(part)
-                    for begin in range(0, len(view), _CHUNK_BYTES):
-                        self._child.writer.write(view[begin : begin + _CHUNK_BYTES])
+                    for offset in range(0, len(view), _CHUNK_BYTES):
+                        self._process.writer.write(view[offset : offset + _CHUNK_BYTES])
                         # waits: until the process has taken most of it, or has ended
-                        await self._child.writer.drain()
+                        await self._process.writer.drain()
         except OSError:
             pass  # the process has ended, which `_read` notices too
 
     async def _read(self) -> None:
         """Reads results until the process ends; then all pending requests fail with `WorkerDied`."""
-        reader = self._child.reader
+        reader = self._process.reader
         try:
             while True:
                 # waits: for as long as the process lives
@@ -247,25 +247,25 @@ class _Connection:
                 # waits: the process has begun to send it
                 payload = await reader.readexactly(size)
                 (number,) = NUMBER.unpack_from(payload)
-                answer = self._waiting.get(number)
-                if answer is not None and not answer.done():
-                    answer.set_result(memoryview(payload)[NUMBER.size :])
+                result = self._waiting.get(number)
+                if result is not None and not result.done():
+                    result.set_result(memoryview(payload)[NUMBER.size :])
         except (asyncio.IncompleteReadError, OSError):
             pass
         finally:
-            self._child.kill()
-            await asyncio.wait({self._child.exit}, timeout=_REAP_S)
-            self._child.writer.transport.abort()
+            self._process.kill()
+            await asyncio.wait({self._process.exit}, timeout=_REAP_S)
+            self._process.writer.transport.abort()
             self._sending.cancel()
-            for answer in self._waiting.values():
-                if not answer.done():
-                    answer.set_exception(self._death())
+            for result in self._waiting.values():
+                if not result.done():
+                    result.set_exception(self._died_error())
 
-    def _death(self) -> WorkerDied:
-        return WorkerDied(self._worker, f"its process {self._child.exit_reason()}", self._log)
+    def _died_error(self) -> WorkerDied:
+        return WorkerDied(self._worker, f"its process {self._process.exit_reason()}", self._log)
 
 
-def _environment(place: WorkerPlacement) -> dict[str, str]:
+def _environment(placement: WorkerPlacement) -> dict[str, str]:
     """Environment variables that libraries read at import."""
-    threads = {"OMP_NUM_THREADS": str(place.threads)} if place.threads else {}
-    return threads | ({"CUDA_VISIBLE_DEVICES": ""} if place.device == "cpu" else {})
+    threads = {"OMP_NUM_THREADS": str(placement.threads)} if placement.threads else {}
+    return threads | ({"CUDA_VISIBLE_DEVICES": ""} if placement.device == "cpu" else {})

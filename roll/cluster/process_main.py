@@ -27,7 +27,7 @@ import cloudpickle
 
 from roll.cluster.errors import CallFailure
 from roll.cluster.worker import Worker, WorkerPlacement
-from roll.cluster.worker_runtime import CallResult, WorkerRuntime, log_to_stderr, unsent, where
+from roll.cluster.worker_runtime import CallResult, WorkerRuntime, log_to_stderr, unsendable, where
 from roll.config.errors import RunError
 from roll.data.remote_columns import Columns
 from roll.process.child_main import connect
@@ -93,18 +93,20 @@ class _Server:
         try:
             request = cloudpickle.loads(memoryview(payload)[NUMBER.size :])
         except Exception as error:
-            self._answer(number, unsent(CallFailure.of(error, self._name, "a call", where())))
+            self._send_result(number, unsendable(CallFailure.of(error, self._name, "a call", where())))
             return
         task = self._loop.create_task(self._serve(number, request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, number: int, request: StartMessage | WarmUpMessage | CallMessage | CloseMessage) -> None:
-        self._answer(number, await self._done(request))
+        self._send_result(number, await self._execute(request))
         if isinstance(request, CloseMessage):
             self.closed.set()
 
-    async def _done(self, request: StartMessage | WarmUpMessage | CallMessage | CloseMessage) -> CallResult | CallFailure:
+    async def _execute(
+        self, request: StartMessage | WarmUpMessage | CallMessage | CloseMessage
+    ) -> CallResult | CallFailure:
         if isinstance(request, StartMessage):
             self._name = request.placement.name
             if request.log is not None:  # the parent redirects this process's stderr to it
@@ -112,7 +114,7 @@ class _Server:
             self._runtime = WorkerRuntime(request.placement, None, _get, None)
             return await self._runtime.start(request.make)
         if isinstance(request, WarmUpMessage):
-            return self._warmed(request)
+            return self._warm_up(request)
         assert self._runtime is not None, "a worker is started before it is called"
         if isinstance(request, CallMessage):
             return await self._runtime.call(request.method, request.args, request.kwargs)
@@ -122,18 +124,18 @@ class _Server:
             return CallFailure.of(error, self._name, "close", where())
         return CallResult()
 
-    def _warmed(self, request: WarmUpMessage) -> CallResult | CallFailure:
+    def _warm_up(self, request: WarmUpMessage) -> CallResult | CallFailure:
         try:
             request.warm()
         except Exception as error:
             return CallFailure.of(error, self._name, "its warm-up", where())
         return CallResult()
 
-    def _answer(self, number: int, answer: CallResult | CallFailure) -> None:
+    def _send_result(self, number: int, result: CallResult | CallFailure) -> None:
         try:
-            packed = cloudpickle.dumps(answer)
+            packed = cloudpickle.dumps(result)
         except Exception as error:
-            packed = cloudpickle.dumps(unsent(CallFailure.of(error, self._name, "a result", where())))
+            packed = cloudpickle.dumps(unsendable(CallFailure.of(error, self._name, "a result", where())))
         self._send(NUMBER.pack(number), packed)
 
     def _send(self, *parts: bytes) -> None:
@@ -150,7 +152,7 @@ async def _get(refs: Sequence[Any]) -> Sequence[Columns]:
     raise RunError("a batch refers to tokens elsewhere, but the workers of the local executor are sent all tokens")
 
 
-def _leave_to_the_parent(number: int, _: Any) -> None:
+def _ignore_signal(number: int, _: Any) -> None:
     print(f"got {signal.Signals(number).name}, which is for the run's controller to handle", file=sys.stderr)
 
 
@@ -163,5 +165,5 @@ async def _main() -> None:
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave_to_the_parent)
+        signal.signal(number, _ignore_signal)
     asyncio.run(_main())

@@ -26,7 +26,7 @@ from roll.cluster.errors import CallFailure, CallTimedOut, TokensLost, WorkerDie
 from roll.cluster.pid_handle import PidHandle
 from roll.cluster.ray_connection import this_node
 from roll.cluster.worker import Worker, WorkerPlacement
-from roll.cluster.worker_runtime import CallResult, StartInfo, WorkerRuntime, unsent
+from roll.cluster.worker_runtime import CallResult, StartInfo, WorkerRuntime, unsendable
 from roll.config.errors import RunError
 from roll.data.remote_columns import Columns
 from roll.process.bounded_log import LIMIT_BYTES
@@ -64,20 +64,20 @@ class ActorLocation:
     node: str
     process: PidHandle
 
-    async def clear(self, deadline_s: float) -> bool:
+    async def kill(self, deadline_s: float) -> bool:
         """Kills the process on its node, also if it is stopped; returns whether it ended within the deadline."""
         if self.node == this_node():
             return await asyncio.to_thread(self.process.end, deadline_s)
-        there = NodeAffinitySchedulingStrategy(self.node, soft=False)
-        task = ray.remote(_end).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+        on_node = NodeAffinitySchedulingStrategy(self.node, soft=False)
+        task = ray.remote(_end).options(num_cpus=0, max_retries=0, scheduling_strategy=on_node)
         try:
             async with asyncio.timeout(deadline_s + _TASK_S):
-                gone: bool = await task.remote(self.process, deadline_s)
+                ended: bool = await task.remote(self.process, deadline_s)
         except TimeoutError:
             return False
         except RayError:  # the node is lost, and the process with it
             return True
-        return gone
+        return ended
 
 
 def _end(process: PidHandle, deadline_s: float) -> bool:
@@ -88,18 +88,18 @@ class _Actor:
     """The Ray actor: a worker runtime with Ray's object store."""
 
     def __init__(
-        self, place: WorkerPlacement, log: Path | None, deadline_s: float, gpus: str | None, log_bytes: int
+        self, placement: WorkerPlacement, log: Path | None, deadline_s: float, gpus: str | None, log_bytes: int
     ) -> None:
         self._deadline_s = deadline_s
-        if place.device == "cpu":
+        if placement.device == "cpu":
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides GPUs only from workers that have some of them
         elif gpus is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus
-        self._runtime = WorkerRuntime(place, log, self._get, ray.put, log_bytes)
+        self._runtime = WorkerRuntime(placement, log, self._get, ray.put, log_bytes)
         self._batched_server = BatchedServer(self._runtime.call_packed)
 
     async def _get(self, refs: Sequence[Any]) -> Sequence[Columns]:
-        return await asyncio.to_thread(get_all, refs, self._deadline_s)
+        return await asyncio.to_thread(fetch_all, refs, self._deadline_s)
 
     @ray.method(concurrency_group=_HEALTH)  # type: ignore[untyped-decorator]
     async def ping(self) -> ActorLocation:
@@ -126,7 +126,7 @@ class _Actor:
 
 
 def new_actor(
-    place: WorkerPlacement,
+    placement: WorkerPlacement,
     log: Path | None,
     deadline_s: float,
     gpus: str | None,
@@ -137,10 +137,10 @@ def new_actor(
     if they differ from those that Ray assigns."""
     kind = ray.remote(concurrency_groups={_HEALTH: _CONCURRENT_PINGS})(_Actor)
     options |= {"max_concurrency": _CONCURRENT_CALLS, "max_restarts": 0}
-    return kind.options(**options).remote(place, log, deadline_s, gpus, log_bytes)
+    return kind.options(**options).remote(placement, log, deadline_s, gpus, log_bytes)
 
 
-def get_all(refs: Sequence[Any], deadline_s: float) -> list[Columns]:
+def fetch_all(refs: Sequence[Any], deadline_s: float) -> list[Columns]:
     """Fetches all references at once, which is much cheaper than awaiting each. Blocks: call it in a thread."""
     try:
         found: list[Columns] = ray.get(list(refs), timeout=deadline_s)
@@ -157,62 +157,70 @@ class RayHandle:
 
     def __init__(
         self,
-        place: WorkerPlacement,
+        placement: WorkerPlacement,
         actor: Any,
         log: Path | None,
         deadline_s: float,
         where: str = "not started yet",
         incarnation: int = 0,
-        crowded: frozenset[str] = frozenset(),
-        traffic: ByteCounter | None = None,
+        batched_methods: frozenset[str] = frozenset(),
+        byte_counter: ByteCounter | None = None,
     ) -> None:
-        """`crowded`: the worker's methods whose calls are sent in batches. `deadline_s`: deadline of one batch; `Cluster`
-        has deadlines for calls only."""
-        self.placement = place
+        """`batched_methods`: the worker's methods whose calls are sent in batches. `deadline_s`: deadline of one batch;
+        `Cluster` has deadlines for calls only."""
+        self.placement = placement
         self.incarnation = incarnation
         self._actor = actor
         self.log = log
         self._deadline_s = deadline_s
         self._where = where
-        self._crowded = crowded
+        self._batched_methods = batched_methods
         self._batched_client: BatchedClient | None = None
-        self._traffic = traffic
+        self._byte_counter = byte_counter
         self._location: ActorLocation | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        told = (self.placement, self._actor, self.log, self._deadline_s, self._where, self.incarnation, self._crowded)
-        return RayHandle, told
+        state = (
+            self.placement,
+            self._actor,
+            self.log,
+            self._deadline_s,
+            self._where,
+            self.incarnation,
+            self._batched_methods,
+        )
+        return RayHandle, state
 
     async def start(self, make: Callable[[WorkerPlacement], Worker], silent_s: float | None = None) -> None:
         """Creates the worker; fails if the actor answers no ping for `silent_s` in the meantime."""
-        self._location = await self._ask(self._reached.ping.remote(), "its start")
-        starting = asyncio.ensure_future(self._ask(self._reached.start.remote(make), "its start"))
+        self._location = await self._await_result(self._live_actor.ping.remote(), "its start")
+        starting = asyncio.ensure_future(self._await_result(self._live_actor.start.remote(make), "its start"))
         try:
             while silent_s is not None and not starting.done():
                 await asyncio.wait({starting}, timeout=silent_s / 2)
                 await self.ping(silent_s / 2)
             # waits: the executor bounds every start
-            started: StartInfo = self._open(await starting)
-            self._where, self._crowded = started.where, started.crowded
+            started: StartInfo = self._value_of(await starting)
+            self._where, self._batched_methods = started.where, started.batched_methods
         finally:
             starting.cancel()
 
     async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if method in self._crowded:
-            return await self._call_along(method, args, kwargs)
-        actor = self._reached
+        if method in self._batched_methods:
+            return await self._call_batched(method, args, kwargs)
+        actor = self._live_actor
         try:
-            if self._traffic is not None:
-                self._traffic.count(args, kwargs)
+            if self._byte_counter is not None:
+                self._byte_counter.count(args, kwargs)
             ref = actor.call.remote(method, args, kwargs)
         except Exception as error:
             raise self._unsendable(method, error) from error
-        answer = await self._ask(ref, method)
-        if self._traffic is not None:
-            self._traffic.count(answer)
-        return self._open(answer)
+        answer = await self._await_result(ref, method)
+        if self._byte_counter is not None:
+            self._byte_counter.count(answer)
+        return self._value_of(answer)
 
-    async def _call_along(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    async def _call_batched(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Makes a call that is sent in a batch with others."""
         try:
             packed = cloudpickle.dumps((method, args, kwargs))
@@ -221,22 +229,22 @@ class RayHandle:
         if self._batched_client is None:
             self._batched_client = self._new_batched_client()
         answer = await self._batched_client.call(packed)
-        if self._traffic is not None:
-            self._traffic.bytes += len(packed) + len(answer)
+        if self._byte_counter is not None:
+            self._byte_counter.bytes += len(packed) + len(answer)
         try:
-            opened: CallResult | CallFailure = cloudpickle.loads(answer)
+            result: CallResult | CallFailure = cloudpickle.loads(answer)
         except Exception as error:
-            opened = unsent(CallFailure.of(error, self.placement.name, method, self._where))
-        return self._open(opened)
+            result = unsendable(CallFailure.of(error, self.placement.name, method, self._where))
+        return self._value_of(result)
 
     def _new_batched_client(self) -> BatchedClient:
-        actor = self._reached
+        actor = self._live_actor
 
         async def post(client: str, calls: list[Packed]) -> None:
-            _raised(await self._ask(actor.post.remote(client, calls), "post"))
+            _result_or_raise(await self._await_result(actor.post.remote(client, calls), "post"))
 
         async def answers(client: str) -> list[Packed]:
-            found: list[Packed] = _raised(await self._ask(actor.answers.remote(client), "answers"))
+            found: list[Packed] = _result_or_raise(await self._await_result(actor.answers.remote(client), "answers"))
             return found
 
         return BatchedClient(self.placement.name, post, answers, self._deadline_s)
@@ -247,42 +255,42 @@ class RayHandle:
     async def ping(self, deadline_s: float) -> None:
         try:
             async with asyncio.timeout(deadline_s):
-                await self._ask(self._reached.ping.remote(), "ping")
+                await self._await_result(self._live_actor.ping.remote(), "ping")
         except TimeoutError:
             raise CallTimedOut(self.placement.name, "ping", deadline_s) from None
 
     @property
-    def _reached(self) -> Any:
+    def _live_actor(self) -> Any:
         """The actor. Raises `WorkerDied` once Ray has been shut down, because a call would start Ray again."""
         if not ray.is_initialized():
             raise WorkerDied(self.placement.name, "Ray has ended", self.log)
         return self._actor
 
-    async def _ask(self, ref: Any, method: str) -> Any:
+    async def _await_result(self, ref: Any, method: str) -> Any:
         """The result of a call on the actor. Failures of the actor are raised; failures of its worker are results."""
         try:
             # waits: `Cluster` bounds every call, the executor every start
             return await ref
         except RayActorError as error:
-            raise WorkerDied(self.placement.name, reason(error), self.log) from None
+            raise WorkerDied(self.placement.name, death_reason(error), self.log) from None
         except (RayTaskError, RaySystemError) as error:  # (un)pickling failed: errors of the worker's code are results
-            return _unsent(error, self.placement.name, method, self._where)
+            return _unsendable(error, self.placement.name, method, self._where)
         except RayError as error:
-            raise WorkerDied(self.placement.name, reason(error), self.log) from error
+            raise WorkerDied(self.placement.name, death_reason(error), self.log) from error
 
-    def _open(self, answer: CallResult | CallFailure) -> Any:
-        opened: CallResult = _raised(answer)
-        if opened.error is not None:
-            raise opened.error
-        return opened.value
+    def _value_of(self, answer: CallResult | CallFailure) -> Any:
+        result: CallResult = _result_or_raise(answer)
+        if result.error is not None:
+            raise result.error
+        return result.value
 
     async def close(self, deadline_s: float) -> None:
-        await asyncio.wait_for(self._reached.close.remote(), deadline_s)
+        await asyncio.wait_for(self._live_actor.close.remote(), deadline_s)
 
     async def warm_up(self, make: Callable[[WorkerPlacement], Worker], warm: Callable[[], None]) -> None:
         """Prepares a spare process for a fast start of the worker."""
-        self._location = await self._ask(self._reached.ping.remote(), "its warm-up")
-        await self._ask(self._reached.warm_up.remote(make, warm), "its warm-up")
+        self._location = await self._await_result(self._live_actor.ping.remote(), "its warm-up")
+        await self._await_result(self._live_actor.warm_up.remote(make, warm), "its warm-up")
 
     def kill(self) -> None:
         if ray.is_initialized():  # else Ray was shut down, and the actor with it
@@ -291,31 +299,31 @@ class RayHandle:
     async def end(self, deadline_s: float) -> None:
         """Kills the actor; returns once its process has ended and freed its device memory."""
         self.kill()
-        if self._location is not None and not await self._location.clear(deadline_s):
+        if self._location is not None and not await self._location.kill(deadline_s):
             raise RunError(f"{self.placement.name} ({self._where}) could not be ended within {deadline_s:g} s")
 
-    def become(self, other: RayHandle) -> None:
+    def switch_to(self, other: RayHandle) -> None:
         """Switches this handle to the actor of another handle: the restarted worker."""
         self._actor, self._where, self._location = other._actor, other._where, other._location
-        self._crowded, self._batched_client = other._crowded, None
+        self._batched_methods, self._batched_client = other._batched_methods, None
         self.incarnation += 1
 
 
-def _raised(answer: Any) -> Any:
+def _result_or_raise(answer: Any) -> Any:
     """Returns the result, or raises `WorkerError` if it is a failure."""
     if isinstance(answer, CallFailure):
         raise WorkerError(answer)
     return answer
 
 
-def reason(error: Exception) -> str:
+def death_reason(error: Exception) -> str:
     """Ray's reason for the death of an actor, without its advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1].partition(" Some common causes")[0] if lines else type(error).__name__
 
 
-def _unsent(error: RayError, worker: str, method: str, where: str) -> CallFailure:
+def _unsendable(error: RayError, worker: str, method: str, where: str) -> CallFailure:
     """The failure of a call whose arguments or result could not be pickled or unpickled."""
     cause = getattr(error, "cause", None) or error
     failure = CallFailure.of(getattr(cause, "client_exc", cause), worker, method, where)
-    return unsent(replace(failure, trace=re.sub(r"\x1b\[\d*m", "", str(error))))
+    return unsendable(replace(failure, trace=re.sub(r"\x1b\[\d*m", "", str(error))))

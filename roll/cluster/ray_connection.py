@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from roll.cluster.upload import NOT_SENT, excluded, too_large
+from roll.cluster.upload import NOT_SENT, excluded, too_large_error
 from roll.config.errors import UserError
 from roll.config.secrets import resolved
 from roll.config.user_code import SENT_FOLDER
@@ -23,8 +23,8 @@ from roll.config.user_code import SENT_FOLDER
 if TYPE_CHECKING:
     from roll.config.schema import RayConfig  # an actor does not need what only a config's reader does
 
-_FACTS_S = 60.0
-_REACH_S = 5.0
+_QUERY_S = 60.0
+_CONNECT_S = 5.0
 """Deadline for reaching the configured address; Ray itself would retry for minutes."""
 _TOO_LARGE = re.compile(r"Package size \(.*?\) exceeds the maximum size of [\d.]+\s?\w+")
 
@@ -57,14 +57,14 @@ def connect(config: RayConfig, root: str = "") -> None:
             settings["object_store_memory"] = int(config.object_store_gb * 2**30)
         environment = resolved(config.runtime_env, "ray.runtime_env")
     else:
-        _reach(config.address)
+        _check_reachable(config.address)
         settings["address"] = config.address
         environment = _with_code(resolved(config.runtime_env, "ray.runtime_env"), root)
     try:
         ray.init(**settings, runtime_env=environment or None)
     except (ConnectionError, ValueError, RuntimeError, TimeoutError, RayError) as error:
         if (found := _TOO_LARGE.search(str(error))) is not None and "working_dir" in environment:
-            raise too_large(Path(environment["working_dir"]), found[0]) from error
+            raise too_large_error(Path(environment["working_dir"]), found[0]) from error
         where = "on this machine" if config.address is None else f"at ray.address={config.address!r}"
         token = (
             "; a cluster that asks for a token needs RAY_AUTH_MODE=token and that token here" if config.address else ""
@@ -78,7 +78,7 @@ def this_node() -> str:
     return here
 
 
-def node_facts() -> list[NodeResources]:
+def node_resources() -> list[NodeResources]:
     """The cluster's nodes: this one first, then by address and id."""
     return [
         NodeResources(
@@ -115,7 +115,7 @@ def _alive() -> list[dict[str, Any]]:
     return alive
 
 
-def _reach(address: str) -> None:
+def _check_reachable(address: str) -> None:
     """Raises `UserError` if nothing listens at a host:port address. Ray itself checks other forms of addresses."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
@@ -124,19 +124,19 @@ def _reach(address: str) -> None:
         host = ray.util.get_node_ip_address()  # a cluster on this machine listens at this address
     try:
         # waits: its second argument is the limit
-        socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
     except (OSError, OverflowError) as error:
         raise UserError(f"nothing answers at ray.address={address!r} ({error}): is Ray running there?") from error
 
 
-def _with_code(given: Mapping[str, Any], root: str) -> dict[str, Any]:
-    """A runtime environment with the code for workers; settings in `given` take precedence."""
+def _with_code(user_environment: Mapping[str, Any], root: str) -> dict[str, Any]:
+    """A runtime environment with the code for workers; settings in `user_environment` take precedence."""
     code = _code_for_workers(root)
-    variables = {**code.get("env_vars", {}), **given.get("env_vars", {})}
-    if "working_dir" in given:
+    variables = {**code.get("env_vars", {}), **user_environment.get("env_vars", {})}
+    if "working_dir" in user_environment:
         variables.pop(SENT_FOLDER, None)  # the user chose the workers' folder
-    lines = [*code.get("excludes", ()), *given.get("excludes", ())]
-    return {**code, **given, **({"excludes": lines} if lines else {}), "env_vars": variables}
+    lines = [*code.get("excludes", ()), *user_environment.get("excludes", ())]
+    return {**code, **user_environment, **({"excludes": lines} if lines else {}), "env_vars": variables}
 
 
 def _code_for_workers(root: str = "") -> dict[str, Any]:
@@ -175,7 +175,7 @@ def _gpu_bytes(node: str) -> int:
         num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
     )
     try:
-        found: int = ray.get(task.remote(), timeout=_FACTS_S)
+        found: int = ray.get(task.remote(), timeout=_QUERY_S)
     except RayError:
         return 0
     return found
@@ -184,7 +184,7 @@ def _gpu_bytes(node: str) -> int:
 def _ask_driver_for_memory() -> int:
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_FACTS_S).stdout
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_QUERY_S).stdout
     except (OSError, subprocess.SubprocessError):
         return 0
-    return min((int(line) << 20 for line in said.split() if line.isdigit()), default=0)
+    return min((int(line) << 20 for line in output.split() if line.isdigit()), default=0)

@@ -18,7 +18,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-LOOK_S = 1.0
+POLL_S = 1.0
 REFUSED_S = 3.0
 """A node is lost once its raylet has refused connections for this long."""
 _CONNECT_S = 2.0
@@ -30,14 +30,14 @@ class NodeWatch:
     """Polls once per second, in two threads, from `start` to `stop`."""
 
     def __init__(
-        self, names: Mapping[str, str], own: str, head: str, silent_s: float, refused_s: float = REFUSED_S
+        self, names: Mapping[str, str], own_node: str, head: str, silent_s: float, refused_s: float = REFUSED_S
     ) -> None:
         """`names`: names of the nodes by id. `own`: id of this process's node. `head`: address of Ray's head, which is
         lost when no connection succeeds for `silent_s`. A node is lost when its raylet has accepted a connection before
         and then refuses connections for `refused_s`."""
         self.failure: str | None = None
         """Why no worker can be reached; None while Ray is alive."""
-        self._names, self._own = names, own
+        self._names, self._own_node = names, own_node
         self._head = head
         self._silent_s = silent_s
         self._lost: dict[str, str] = {}
@@ -57,26 +57,26 @@ class NodeWatch:
         for thread in self._threads:
             thread.join(_JOIN_S if self.failure is None else 0.0)
 
-    def lost(self, node: str) -> str | None:
+    def lost_reason(self, node: str) -> str | None:
         """The name of a lost node and why it is lost; None for a live node."""
         return self._lost.get(node)
 
-    async def look_now(self, most_s: float) -> None:
+    async def poll_now(self, timeout_s: float) -> None:
         """Polls the nodes now; returns when that is done, or after `most_s`."""
-        loop, seen = asyncio.get_running_loop(), asyncio.Event()
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
 
-        def look() -> None:
-            self.look()
+        def poll() -> None:
+            self.poll()
             with suppress(RuntimeError):  # the event loop has been closed
-                loop.call_soon_threadsafe(seen.set)
+                loop.call_soon_threadsafe(done.set)
 
         # Not a thread of the event loop's executor: the loop waits for those when it ends.
-        threading.Thread(target=look, daemon=True).start()
+        threading.Thread(target=poll, daemon=True).start()
         with suppress(TimeoutError):
-            async with asyncio.timeout(most_s):
-                await seen.wait()
+            async with asyncio.timeout(timeout_s):
+                await done.wait()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Updates the lost nodes from Ray's list and the raylets. Blocks, for a minute if Ray's head is gone."""
         if self._stopped.is_set() or not ray.is_initialized():  # a query would start Ray again
             return
@@ -89,11 +89,11 @@ class NodeWatch:
                 why = node.get("DeathReasonMessage") or "Ray does not say why"
                 self._lost.setdefault(node["NodeID"], f"{self._names[node['NodeID']]}, which Ray has lost ({why})")
             elif node["NodeID"] in self._names and node["NodeID"] not in self._lost:
-                self._look_at_raylet(node)
-        if self._own in self._lost and self.failure is None:
-            self.failure = f"this program runs on {self._lost[self._own]}"
+                self._check_raylet(node)
+        if self._own_node in self._lost and self.failure is None:
+            self.failure = f"this program runs on {self._lost[self._own_node]}"
 
-    def _look_at_raylet(self, node: Mapping[str, Any]) -> None:
+    def _check_raylet(self, node: Mapping[str, Any]) -> None:
         """Checks whether a raylet refuses connections, which means that its process has ended. A timeout may be a slow
         network; Ray's health check decides then, and also for a raylet that this process could never reach."""
         id, host, port = node["NodeID"], node.get("NodeManagerAddress"), node.get("NodeManagerPort")
@@ -113,13 +113,13 @@ class NodeWatch:
             self._refusing_since_s.pop(id, None)
 
     def _watch_nodes(self) -> None:
-        while not self._stopped.wait(LOOK_S):
-            self.look()
+        while not self._stopped.wait(POLL_S):
+            self.poll()
 
     def _watch_head(self) -> None:
         host, _, port = self._head.rpartition(":")
         answered_s = time.monotonic()
-        while not self._stopped.wait(LOOK_S / 2):
+        while not self._stopped.wait(POLL_S / 2):
             try:
                 # waits: its second argument is the limit
                 socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()

@@ -1,7 +1,7 @@
 """The supervisor: detects workers that die or hang, reports them, and restarts them.
 
     supervisor = Supervisor(RestartPolicy())
-    supervisor.watch(engines, lost=router.lost, restored=give_weights)
+    supervisor.watch(engines, on_lost=router_lost, on_restored=send_weights)
     await asyncio.wait({run, supervisor.failed}, return_when=asyncio.FIRST_COMPLETED)
 
 The life cycle of a watched worker, driven by one task per worker:
@@ -11,24 +11,24 @@ The life cycle of a watched worker, driven by one task per worker:
                                             └── a failure, counted ─┴──────────────┘
 
 The ranks of a group (`Cluster.is_group`) are watched as one worker: it is lost when any rank is; then all ranks are ended
-at once and restarted together. `lost` is called with the rank that failed, `restored` with rank 0.
+at once and restarted together. `on_lost` is called with the rank that failed, `on_restored` with rank 0.
 
 A worker whose node is lost (`Cluster.lost_node`) is not restarted: it is retired, and the role continues with the other
 workers. The supervisor fails if the retired worker was the last one of its role, or if its role is not restarted or is a
 group.
 
 Invariants:
-- `retired` is called once for each worker that is never restarted because its node is lost: instead of `lost`, or after
-  it if the node was lost during a restart.
-- `lost` is called once each time a worker leaves `well`, before the supervisor does anything else about it.
-- `restored` is awaited only for a worker that has just been restarted; the worker is `well` once `restored` has returned.
-  Pings continue during `restored`: if the worker is lost again, `restored` is cancelled. It may run for several workers
-  at once.
+- `on_retired` is called once for each worker that is never restarted because its node is lost: instead of `on_lost`, or
+  after it if the node was lost during a restart.
+- `on_lost` is called once each time a worker leaves `well`, before the supervisor does anything else about it.
+- `on_restored` is awaited only for a worker that has just been restarted; the worker is `well` once it has returned.
+  Pings continue during `on_restored`: if the worker is lost again, `on_restored` is cancelled. It may run for several
+  workers at once.
 - The wait before a restart is `backoff_s` after a worker's first failure within `window_s` and doubles with each further
   one, up to `backoff_most_s`: 0.5, 1, 2, 4, … 30 s.
 - A worker may fail `restarts` times within `window_s`, and a role max(`restarts`, number of its workers) times. After one
   failure more the supervisor fails: `failed` gets the error, and from then on nothing is reported or restarted.
-- No wait is unbounded: a ping ends after `hang_s`, a restart after the executor's deadline, `restored` after the
+- No wait is unbounded: a ping ends after `hang_s`, a restart after the executor's deadline, `on_restored` after the
   cluster's.
 """
 
@@ -47,8 +47,8 @@ from roll.config.errors import RunError
 from roll.config.hints import option
 from roll.process.structured_gather import structured_gather
 
-Lost = Callable[[int, str], None]
-Restored = Callable[[int], Awaitable[None]]
+OnLost = Callable[[int, str], None]
+OnRestored = Callable[[int], Awaitable[None]]
 T = TypeVar("T")
 State = Literal["well", "lost", "restarting", "restoring", "gone"]
 
@@ -102,10 +102,10 @@ class Supervisor:
     def watch(
         self,
         cluster: Cluster[Any],
-        lost: Lost,
-        restored: Restored,
+        on_lost: OnLost,
+        on_restored: OnRestored,
         restart: bool = True,
-        retired: Lost = lambda rank, why: None,
+        on_retired: OnLost = lambda rank, why: None,
     ) -> None:
         """Watches every worker of a role, replacing an earlier watch of the role.
 
@@ -117,9 +117,11 @@ class Supervisor:
         if self.failed.done():
             return
         failures = self._failures.setdefault(cluster.role, _Failures(cluster.role, self._policy))
-        failures.workers, failures.retired = len(cluster.units), 0
-        for ranks in cluster.units:
-            watch = _Watch(self, cluster, ranks, lost, restored if restart else None, retired, self._policy, failures)
+        failures.workers, failures.retired = len(cluster.restart_units), 0
+        for ranks in cluster.restart_units:
+            watch = _Watch(
+                self, cluster, ranks, on_lost, on_restored if restart else None, on_retired, self._policy, failures
+            )
             self._watches |= {(cluster.role, rank): watch for rank in ranks}
             watch.task = self.spawn(watch.run(self._policy.ping_s * ranks[0] / len(cluster)))
 
@@ -131,13 +133,13 @@ class Supervisor:
     def probe_now(self, role: str, rank: int) -> None:
         """Pings a worker at once; has no effect on a worker that is not watched."""
         if (watch := self._watches.get((role, rank))) is not None:
-            watch.suspected.set()
+            watch.probe_requested.set()
 
     def mark_unhealthy(self, role: str, rank: int, why: str) -> None:
         """Treats a worker as lost although it answers pings, because its users found that it does not work."""
         if (watch := self._watches.get((role, rank))) is not None:
-            watch.condemned = WorkerDied(f"{role}[{rank}]", (why or "it does not work").splitlines()[0])
-            watch.suspected.set()
+            watch.unhealthy_error = WorkerDied(f"{role}[{rank}]", (why or "it does not work").splitlines()[0])
+            watch.probe_requested.set()
 
     def status(self) -> list[WorkerStatus]:
         """One status per worker, and one per group."""
@@ -189,16 +191,16 @@ class _Failures:
         recent.append((now_s, worker, why))
         while recent[0][0] < now_s - policy.window_s:
             recent.popleft()
-        own = sum(each == worker for _, each, _ in recent)
+        by_worker = sum(each == worker for _, each, _ in recent)
         most = max(policy.restarts, self.workers) if policy.restarts else 0
-        if len(recent) > most or own > policy.restarts:
+        if len(recent) > most or by_worker > policy.restarts:
             role = len(recent) > most
-            who, times, mended = ("it", len(recent), most) if role else (worker, own, policy.restarts)
+            who, times, allowed = ("it", len(recent), most) if role else (worker, by_worker, policy.restarts)
             raise RunError(
-                f"{worker} failed, and {self._role} is not brought back again: {who} has failed {times} times within "
-                f"{policy.window_s:g} s, and {mended} are mended. The first cause: {recent[0][2]}"
+                f"{worker} failed, and {self._role} is not restarted again: {who} has failed {times} times within "
+                f"{policy.window_s:g} s, and {allowed} restarts are allowed. The first cause: {recent[0][2]}"
             )
-        return min(policy.backoff_s * 2.0 ** min(own - 1, 60), policy.backoff_most_s)
+        return min(policy.backoff_s * 2.0 ** min(by_worker - 1, 60), policy.backoff_most_s)
 
 
 class _Watch:
@@ -208,22 +210,22 @@ class _Watch:
 
     def __init__(
         self,
-        owner: Supervisor,
+        supervisor: Supervisor,
         cluster: Cluster[Any],
         ranks: Sequence[int],
-        lost: Lost,
-        restored: Restored | None,
-        retired: Lost,
+        on_lost: OnLost,
+        on_restored: OnRestored | None,
+        on_retired: OnLost,
         policy: RestartPolicy,
         failures: _Failures,
     ) -> None:
-        self.suspected = asyncio.Event()
-        self.condemned: RemoteError | None = None
+        self.probe_requested = asyncio.Event()
+        self.unhealthy_error: RemoteError | None = None
         """The error of `mark_unhealthy`; reset after the restart."""
-        self._owner = owner
+        self._supervisor = supervisor
         self._cluster, self._ranks = cluster, ranks
-        self._worker = cluster.role if cluster.is_group else cluster.places[ranks[0]].name
-        self._lost, self._restored, self._retired = lost, restored, retired
+        self._worker = cluster.role if cluster.is_group else cluster.placements[ranks[0]].name
+        self._on_lost, self._on_restored, self._on_retired = on_lost, on_restored, on_retired
         self._policy, self._failures = policy, failures
         self._state: State = "well"
         self._why = ""
@@ -237,35 +239,35 @@ class _Watch:
 
     async def run(self, delay_s: float) -> None:
         try:
-            await self._pause(delay_s)
-            pinging = self._owner.spawn(self._until_silent())
+            await self._sleep_until_probe(delay_s)
+            pinging = self._supervisor.spawn(self._until_silent())
             while True:
                 # waits: for as long as the worker answers
                 error = await pinging
                 rank = self._rank_of(error)
                 if (node := await self._cluster.lost_node(rank)) is not None:
-                    raise NodeLost(self._cluster.places[rank].name, node)
-                self._wrong("gone" if self._restored is None else "lost", error)
+                    raise NodeLost(self._cluster.placements[rank].name, node)
+                self._record_failure("gone" if self._on_restored is None else "lost", error)
                 if self._cluster.is_group:
-                    self._owner.spawn(self._cluster.end(rank, error))
-                self._lost(rank, self._why)
-                if self._restored is None:
+                    self._supervisor.spawn(self._cluster.end(rank, error))
+                self._on_lost(rank, self._why)
+                if self._on_restored is None:
                     await self._until_node_lost(rank)
                     return
-                pinging = await self._bring_back(self._restored)
+                pinging = await self._restart_until_well(self._on_restored)
                 self._enter("well")
                 _log.info("%s is back, %d times restarted", self._worker, self._cluster.incarnation(self._ranks[0]))
         except NodeLost as error:
             self._retire(error)
         except Exception as error:
-            self._owner.fail(error)
+            self._supervisor.fail(error)
 
     async def _until_node_lost(self, rank: int) -> None:
         """Waits until the node of a worker that is not restarted is lost, then raises `NodeLost`: the worker may have
         died with its node, which Ray detects later."""
         while (node := await self._cluster.lost_node(rank)) is None:  # noqa: ASYNC110
             await asyncio.sleep(self._policy.ping_s)
-        raise NodeLost(self._cluster.places[rank].name, node)
+        raise NodeLost(self._cluster.placements[rank].name, node)
 
     def _retire(self, error: NodeLost) -> None:
         """Retires the worker; the role continues if it has other workers, else the supervisor fails."""
@@ -273,12 +275,12 @@ class _Watch:
         self._enter("gone")
         self._failures.retired += 1
         role = self._cluster.role
-        if self._restored is not None and self._failures.retired < self._failures.workers:
-            self._retired(self._ranks[0], self._why)
+        if self._on_restored is not None and self._failures.retired < self._failures.workers:
+            self._on_retired(self._ranks[0], self._why)
             return
         if self._cluster.is_group:
-            self._owner.spawn(self._cluster.end(self._ranks[0], WorkerDied(self._worker, self._why)))
-        self._owner.fail(without_role(role, error))
+            self._supervisor.spawn(self._cluster.end(self._ranks[0], WorkerDied(self._worker, self._why)))
+        self._supervisor.fail(role_lost_error(role, error))
 
     async def _until_silent(self) -> RemoteError:
         """Pings the worker until a ping fails or `mark_unhealthy` is called; returns that error."""
@@ -289,15 +291,15 @@ class _Watch:
                 else:
                     await structured_gather(self._ping(rank) for rank in self._ranks)
             except RemoteError as error:
-                return self._cluster.loss or error
-            if (condemned := self.condemned) is not None:
-                return condemned
+                return self._cluster.group_failure or error
+            if (unhealthy_error := self.unhealthy_error) is not None:
+                return unhealthy_error
             self._answered_s = _now_s()
-            await self._pause(self._policy.ping_s)
+            await self._sleep_until_probe(self._policy.ping_s)
 
     def _rank_of(self, error: RemoteError) -> int:
         """The rank that an error names; the first rank if it names none."""
-        names = [place.name for place in self._cluster.places]
+        names = [placement.name for placement in self._cluster.placements]
         return names.index(error.worker) if error.worker in names else self._ranks[0]
 
     async def _ping(self, rank: int) -> None:
@@ -310,38 +312,38 @@ class _Watch:
             try:
                 await self._cluster.ping(rank, last_s)
             except CallTimedOut:
-                raise CallTimedOut(self._cluster.places[rank].name, "a ping", hang_s) from None
+                raise CallTimedOut(self._cluster.placements[rank].name, "a ping", hang_s) from None
 
-    async def _pause(self, seconds: float) -> None:
+    async def _sleep_until_probe(self, seconds: float) -> None:
         """Sleeps, but returns early on `probe_now` or `mark_unhealthy`."""
         try:
             async with asyncio.timeout(seconds):
-                await self.suspected.wait()
+                await self.probe_requested.wait()
         except TimeoutError:
             pass
-        self.suspected.clear()
+        self.probe_requested.clear()
 
-    async def _bring_back(self, restored: Restored) -> asyncio.Task[RemoteError]:
+    async def _restart_until_well(self, on_restored: OnRestored) -> asyncio.Task[RemoteError]:
         """Restarts and restores the worker, retrying until it is well; returns the task that continues to ping it."""
         while True:
             await asyncio.sleep(self._failures.count(self._worker, self._why))
             try:
                 self._enter("restarting")
                 await self._cluster.restart(self._ranks[0])
-                self.condemned = None
+                self.unhealthy_error = None
                 self._enter("restoring")
-                return await self._restore(restored)
+                return await self._restore(on_restored)
             except NodeLost:
                 raise
             except RunError as error:
-                self._wrong("lost", error)
+                self._record_failure("lost", error)
 
-    async def _restore(self, restored: Restored) -> asyncio.Task[RemoteError]:
+    async def _restore(self, on_restored: OnRestored) -> asyncio.Task[RemoteError]:
         async def restore() -> None:
             # waits: the code that awaits this task has a deadline
-            await restored(self._ranks[0])
+            await on_restored(self._ranks[0])
 
-        restoring, pinging = self._owner.spawn(restore()), self._owner.spawn(self._until_silent())
+        restoring, pinging = self._supervisor.spawn(restore()), self._supervisor.spawn(self._until_silent())
         deadline_s = self._cluster.deadline_s
         try:
             await asyncio.wait({restoring, pinging}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
@@ -352,10 +354,10 @@ class _Watch:
                 return pinging
             raise pinging.result() if pinging.done() else CallTimedOut(self._worker, "its restoration", deadline_s)
         except BaseException:
-            await _ended(restoring, pinging)
+            await _cancel_all(restoring, pinging)
             raise
 
-    def _wrong(self, state: State, error: RunError) -> None:
+    def _record_failure(self, state: State, error: RunError) -> None:
         self._why = str(error)
         self._enter(state)
         # A worker that is not restarted makes its callers' calls fail, and they report it.
@@ -365,15 +367,15 @@ class _Watch:
         self._state, self._since_s = state, _now_s()
 
 
-def without_role(role: str, lost: NodeLost) -> RunError:
+def role_lost_error(role: str, on_lost: NodeLost) -> RunError:
     """The error of a run that cannot continue because the nodes of all workers of a role are lost."""
     return RunError(
-        f"{lost}, and no worker of {role} is left: start Ray on that node again or give {role} the devices of another "
+        f"{on_lost}, and no worker of {role} is left: start Ray on that node again or give {role} the devices of another "
         f"one, and continue from the last checkpoint with {option('resume')}"
     )
 
 
-async def _ended(*tasks: asyncio.Task[Any]) -> None:
+async def _cancel_all(*tasks: asyncio.Task[Any]) -> None:
     """Cancels tasks and waits until they have ended; ignores their errors."""
     for task in tasks:
         task.cancel()

@@ -36,7 +36,7 @@ def excluded(folder: Path, most_bytes: int = MOST_BYTES) -> list[str]:
     return [*found, *(_line(file, folder) for file in sizes if file.suffix.lower() in WEIGHTS)]
 
 
-def too_large(folder: Path, said: str) -> UserError:
+def too_large_error(folder: Path, limit: str) -> UserError:
     """The error for a folder that Ray rejected as too large; it names the largest entries."""
     sizes: Counter[Path] = Counter()
     for file, size in _sizes(folder).items():
@@ -44,7 +44,7 @@ def too_large(folder: Path, said: str) -> UserError:
             sizes[folder / file.relative_to(folder).parts[0]] += size
     largest = ", ".join(f"{path.name} ({size / 2**20:,.0f} MiB)" for path, size in sizes.most_common(_SHOWN))
     return UserError(
-        f"{folder} is too large to be sent to the nodes of the cluster ({said}); the largest in it: {largest}. Move "
+        f"{folder} is too large to be sent to the nodes of the cluster ({limit}); the largest in it: {largest}. Move "
         "what workers do not need elsewhere, or name it in ray.runtime_env, as in ray.runtime_env={excludes: [/data]}, "
         "or in a .gitignore there"
     )

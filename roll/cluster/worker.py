@@ -57,7 +57,7 @@ def dispatch(
     if (dispatch is Dispatch.DATA) != (join is not None):
         raise TypeError("a method dispatched by data needs a join, and only such a method")
     if batched and dispatch is not Dispatch.ONE:
-        raise TypeError("only calls on one worker travel in a crowd")
+        raise TypeError("only a method dispatched to one worker can be batched")
 
     def mark(method: F) -> F:
         setattr(method, _MARK, DispatchSpec(dispatch, join, raises, batched))
@@ -66,14 +66,14 @@ def dispatch(
     return mark
 
 
-def parallel_of(method: Callable[..., Any]) -> DispatchSpec:
-    found = getattr(method, _MARK, None)
-    if not isinstance(found, DispatchSpec):
-        raise TypeError(f"{method.__qualname__} is not a @parallel method: the controller cannot call it on a role")
-    return found
+def dispatch_of(method: Callable[..., Any]) -> DispatchSpec:
+    spec = getattr(method, _MARK, None)
+    if not isinstance(spec, DispatchSpec):
+        raise TypeError(f"{method.__qualname__} is not a @dispatch method: the controller cannot call it on a role")
+    return spec
 
 
-def crowded_methods(worker: type) -> frozenset[str]:
+def batched_methods(worker: type) -> frozenset[str]:
     """Names of a worker's methods whose calls are sent in batches."""
     marks = ((name, getattr(getattr(worker, name), _MARK, None)) for name in dir(worker))
     return frozenset(name for name, mark in marks if isinstance(mark, DispatchSpec) and mark.batched)
@@ -114,8 +114,8 @@ class WorkerPlacement:
 class Worker:
     """Base of all roles' workers."""
 
-    def __init__(self, place: WorkerPlacement) -> None:
-        self.placement = place
+    def __init__(self, placement: WorkerPlacement) -> None:
+        self.placement = placement
 
     async def close(self) -> None:
         """Frees the worker's resources. Called once, also after an error."""

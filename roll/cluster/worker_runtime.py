@@ -21,7 +21,7 @@ from typing import Any
 import cloudpickle
 
 from roll.cluster.errors import CallFailure
-from roll.cluster.worker import Dispatch, DispatchSpec, Worker, WorkerPlacement, crowded_methods, parallel_of
+from roll.cluster.worker import Dispatch, DispatchSpec, Worker, WorkerPlacement, batched_methods, dispatch_of
 from roll.config.errors import RunError, UserError
 from roll.config.file_modes import inherit_folder_mode
 from roll.config.secrets import print_no_secrets
@@ -46,7 +46,7 @@ class StartInfo:
     """Reported by a process once its worker is created."""
 
     where: str
-    crowded: frozenset[str]
+    batched_methods: frozenset[str]
     """The worker's methods whose calls are sent in batches."""
 
 
@@ -55,9 +55,9 @@ class WorkerRuntime:
     `put`, token columns of results are sent in full."""
 
     def __init__(
-        self, place: WorkerPlacement, log: Path | None, get: Get, put: Put | None, log_bytes: int = LIMIT_BYTES
+        self, placement: WorkerPlacement, log: Path | None, get: Get, put: Put | None, log_bytes: int = LIMIT_BYTES
     ) -> None:
-        self._placement = place
+        self._placement = placement
         self._log = log
         self._log_bytes = log_bytes
         self._get, self._put = get, put
@@ -69,31 +69,31 @@ class WorkerRuntime:
             if self._log is not None:
                 _write_output_to(self._log, self._log_bytes)
             if self._placement.cores:
-                os.sched_setaffinity(0, _own_cores(self._placement))
+                os.sched_setaffinity(0, _usable_cores(self._placement))
             logging.getLogger(__name__).info("%s is %s", self._placement.name, where())
             self._worker = make(self._placement)
             logging.getLogger(__name__).info("%s is ready", self._placement.name)
         except (UserError, RunError) as error:
-            return self._answer(error, "start")
+            return self._error_result(error, "start")
         except Exception as error:
             return self._failure(error, "its start")
-        return CallResult(StartInfo(where(), crowded_methods(type(self._worker))))
+        return CallResult(StartInfo(where(), batched_methods(type(self._worker))))
 
     async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> CallResult | CallFailure:
         assert self._worker is not None, "a worker is started before it is called"
         function = getattr(self._worker, method)
-        how = parallel_of(function)
-        answers: tuple[type[Exception], ...] = (UserError, RunError, *how.raises)
+        how = dispatch_of(function)
+        declared: tuple[type[Exception], ...] = (UserError, RunError, *how.raises)
         try:
-            args = [await self._here(arg) for arg in args]
-            kwargs = {name: await self._here(arg) for name, arg in kwargs.items()}
+            args = [await self._fetched(arg) for arg in args]
+            kwargs = {name: await self._fetched(arg) for name, arg in kwargs.items()}
             result = function(*args, **kwargs)
             if inspect.isawaitable(result):
                 # waits: the caller has a deadline
                 result = await result
-            return CallResult() if self._is_repeated(how) else CallResult(self._left_here(result))
-        except answers as error:
-            return self._answer(error, method)
+            return CallResult() if self._is_discarded(how) else CallResult(self._with_references(result))
+        except declared as error:
+            return self._error_result(error, method)
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -106,7 +106,7 @@ class WorkerRuntime:
             method, args, kwargs = cloudpickle.loads(packed)
             return bytes(cloudpickle.dumps(await self.call(method, args, kwargs)))
         except Exception as error:
-            failure = unsent(CallFailure.of(error, self._placement.name, method, where()))
+            failure = unsendable(CallFailure.of(error, self._placement.name, method, where()))
             return bytes(cloudpickle.dumps(failure))
 
     async def close(self) -> None:
@@ -114,7 +114,7 @@ class WorkerRuntime:
         if worker is not None:
             await worker.close()
 
-    async def _here(self, arg: Any) -> Any:
+    async def _fetched(self, arg: Any) -> Any:
         """A batch with all of its tokens in this process; any other argument unchanged."""
         if not isinstance(arg, Batch):
             return arg
@@ -122,12 +122,12 @@ class WorkerRuntime:
         fetched = dict(zip(map(id, refs), await self._get(refs), strict=True)) if refs else {}
         return arg.resolved(lambda wanted: [fetched[id(ref)] for ref in wanted])
 
-    def _is_repeated(self, how: DispatchSpec) -> bool:
+    def _is_discarded(self, how: DispatchSpec) -> bool:
         """Whether the caller takes this result from rank 0 instead: the ranks of a mesh execute a call together, and only
         `Dispatch.ALL` methods have a result per rank."""
         return self._placement.mesh is not None and self._placement.rank > 0 and how.dispatch is not Dispatch.ALL
 
-    def _left_here(self, result: Any) -> Any:
+    def _with_references(self, result: Any) -> Any:
         """The result with its token columns replaced by references."""
         put = self._put
         if put is None:
@@ -140,10 +140,10 @@ class WorkerRuntime:
             tokens = {n: to_remote(c, put) for n, c in result.columns.items() if isinstance(c, TokenColumn)}
             return result.with_columns(**tokens)
         if isinstance(result, list):
-            return [self._left_here(each) for each in result]
+            return [self._with_references(each) for each in result]
         return result
 
-    def _answer(self, error: Exception, method: str) -> CallResult | CallFailure:
+    def _error_result(self, error: Exception, method: str) -> CallResult | CallFailure:
         """The exception itself, with a note on its origin, if it can be pickled; else its description."""
         error.add_note(f"in {self._placement.name}.{method} ({where()})")
         try:
@@ -158,7 +158,7 @@ class WorkerRuntime:
         return failure
 
 
-def unsent(failure: CallFailure) -> CallFailure:
+def unsendable(failure: CallFailure) -> CallFailure:
     """The failure of a call whose arguments or result could not be pickled or unpickled."""
     return replace(failure, causes=(*failure.causes, "an argument or a result that cannot be sent to another process"))
 
@@ -167,10 +167,10 @@ def where() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def _own_cores(place: WorkerPlacement) -> set[int]:
+def _usable_cores(placement: WorkerPlacement) -> set[int]:
     """The cores of a placement, which are indices into the cores that this process may use."""
     allowed = sorted(os.sched_getaffinity(0))
-    return {allowed[core] for core in place.cores if core < len(allowed)} or set(allowed)
+    return {allowed[core] for core in placement.cores if core < len(allowed)} or set(allowed)
 
 
 def _write_output_to(log: Path, limit_bytes: int) -> None:

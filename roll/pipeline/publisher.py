@@ -86,7 +86,7 @@ class Publisher:
         answer a ping."""
         engines = self._roles.engines
         if isinstance(error, RemoteError):
-            return {rank for rank in ranks if engines.places[rank].name == error.worker}
+            return {rank for rank in ranks if engines.placements[rank].name == error.worker}
         sorted_ranks = sorted(ranks)
         answers = await asyncio.gather(*(engines.ping(rank, _PING_S) for rank in sorted_ranks), return_exceptions=True)
         silent = {rank for rank, answer in zip(sorted_ranks, answers, strict=True) if answer is not None}

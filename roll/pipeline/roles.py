@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from roll.cluster import Cluster, Executor, LocalExecutor, Worker, WorkerPlacement
 from roll.cluster.errors import CallTimedOut, NodeLost, RemoteError, WorkerDied
-from roll.cluster.supervisor import without_role
+from roll.cluster.supervisor import role_lost_error
 from roll.config.errors import UserError
 from roll.config.root import root_of, with_absolute_paths
 from roll.config.schema import Config, FaultToleranceConfig
@@ -95,15 +95,15 @@ class TrainRoles:
 
     def trainer_died(self, error: RemoteError) -> bool:
         """Whether the error says that a trainer or the reference died or hung."""
-        names = {placement.name for cluster in self.trainers for placement in cluster.places}
+        names = {placement.name for cluster in self.trainers for placement in cluster.placements}
         return isinstance(error, WorkerDied | CallTimedOut) and error.worker in names
 
     async def check_nodes(self) -> None:
         """Raises if a trainer or the reference cannot be restarted because its node, or the cluster, is lost."""
         for cluster in self.trainers:
-            for rank, placement in enumerate(cluster.places):
+            for rank, placement in enumerate(cluster.placements):
                 if (node := await cluster.lost_node(rank)) is not None:
-                    raise without_role(cluster.role, NodeLost(placement.name, node))
+                    raise role_lost_error(cluster.role, NodeLost(placement.name, node))
 
     async def restart_trainers(self, checkpoint: Path | None, fault_tolerance: FaultToleranceConfig) -> None:
         """Restarts actor and critic, and the reference if it does not answer, then loads the checkpoint into actor and
@@ -220,7 +220,7 @@ class Roles(TrainRoles):
         """Gives the rollout and reward workers the current handles of the roles they call. A worker that is dead gets
         them when it is back."""
         judge, environments = self.scorers.judge, self.environments
-        scorers = replace(self.scorers, judge=judge and self._on_live_nodes(judge)).as_sent()
+        scorers = replace(self.scorers, judge=judge and self._on_live_nodes(judge)).snapshot()
         graders, environments = self._on_live_nodes(self.rewards), environments and self._on_live_nodes(environments)
         ranks = set(range(len(self.rollouts))) - self.retired.get("rollout", set())
         connects = (graders.call_rank(rank, RewardWorker.connect, scorers) for rank in range(len(graders)))
@@ -385,7 +385,7 @@ async def _start(
                 reward,
                 graders,
                 replies_at_once=max_concurrent,
-                patience_s=patience_s,
+                retry_s=patience_s,
                 log_bytes=log_bytes,
             ),
         )
@@ -449,7 +449,7 @@ async def _start(
         kv_tokens=rollout.kv_cache_tokens,
         expected_tokens=config.longest_response / 2,
     )
-    for placement in engines.places:
+    for placement in engines.placements:
         if residency.lowest("actor_infer", placement.rank) != "all":
             await router.drain(placement.rank)
     pool = RolloutPool(
@@ -470,7 +470,7 @@ async def _restart(
     fault_tolerance: FaultToleranceConfig,
 ) -> None:
     """Restarts all workers of a role, in the state in which the run started them."""
-    for ranks in cluster.units:
+    for ranks in cluster.restart_units:
         await cluster.restart(ranks[0])
     await join_and_offload(cluster, set_residency, residency, fault_tolerance)
 

@@ -11,7 +11,7 @@ from roll.cluster import Cluster, RestartPolicy, Supervisor, Worker
 from roll.config.schema import FaultToleranceConfig
 from roll.devices.residency import ResidencyTable
 from roll.strategy.offload import Residency
-from roll.workers.rank_group import GroupWorker, meet
+from roll.workers.rank_group import GroupWorker, join_ranks
 
 W = TypeVar("W", bound=Worker)
 G = TypeVar("G", bound=GroupWorker)
@@ -24,7 +24,7 @@ async def offload_at_start(
     cluster: Cluster[W], set_residency: Callable[[W, Residency], Any], residency: ResidencyTable
 ) -> Cluster[W]:
     """Offloads the workers to their lowest residency, to make space for others that start on the same devices."""
-    levels = [residency.lowest(cluster.role, placement.rank) for placement in cluster.places]
+    levels = [residency.lowest(cluster.role, placement.rank) for placement in cluster.placements]
     moves = [(rank, level) for rank, level in enumerate(levels) if level != "all"]
     await asyncio.gather(*(cluster.call_rank(rank, set_residency, level) for rank, level in moves))
     return cluster
@@ -38,7 +38,7 @@ async def join_and_offload(
 ) -> Cluster[G]:
     """Joins the ranks of a sharded role, which then load their model, and offloads them to make space for other roles."""
     async with ending_dead_workers(fault_tolerance, cluster):
-        return await offload_at_start(await meet(cluster), set_residency, residency)
+        return await offload_at_start(await join_ranks(cluster), set_residency, residency)
 
 
 @asynccontextmanager

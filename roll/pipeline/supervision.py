@@ -38,7 +38,7 @@ from roll.strategy.train.factory import warm_up
 from roll.workers.env import EnvWorker
 from roll.workers.infer import EngineLoad, InferWorker
 from roll.workers.judge import JudgeWorker
-from roll.workers.rank_group import meet
+from roll.workers.rank_group import join_ranks
 from roll.workers.reward import RewardWorker
 
 T = TypeVar("T")
@@ -143,15 +143,15 @@ class Supervision(TrainSupervision):
     def start(self) -> None:
         super().start()
         roles, watch = self._roles, self.supervisor.watch
-        watch(roles.engines, self._engine_lost, self._engine_restarted, retired=self._engine_retired)
-        watch(roles.rewards, self._warn_restart, self._rewards_restarted, retired=self._retired("reward"))
-        watch(roles.rollouts, self._rollout_lost, self._rollout_restarted, retired=self._rollout_retired)
+        watch(roles.engines, self._engine_lost, self._engine_restarted, on_retired=self._engine_retired)
+        watch(roles.rewards, self._warn_restart, self._rewards_restarted, on_retired=self._retired("reward"))
+        watch(roles.rollouts, self._rollout_lost, self._rollout_restarted, on_retired=self._rollout_retired)
         if roles.environments is not None:
-            watch(roles.environments, self._warn_restart, self._environments_restarted, retired=self._retired("env"))
+            watch(roles.environments, self._warn_restart, self._environments_restarted, on_retired=self._retired("env"))
         if roles.scorers.reward_model is not None:
             watch(roles.scorers.reward_model, self._warn_restart, self._reward_model_restarted)
         if roles.scorers.judge is not None:
-            watch(roles.scorers.judge, self._warn_restart, self._judge_restarted, retired=self._retired("judge"))
+            watch(roles.scorers.judge, self._warn_restart, self._judge_restarted, on_retired=self._retired("judge"))
         roles.pool.on_engine_died = self._engine_trouble
         self.supervisor.spawn(self._report_loads(), endless=True)
         roles.pool.on_worker_died = lambda worker, reason: self.supervisor.mark_unhealthy("rollout", worker, reason)
@@ -253,7 +253,7 @@ class Supervision(TrainSupervision):
     async def _reward_model_restarted(self, rank: int) -> None:
         cluster = self._roles.scorers.reward_model
         assert cluster is not None
-        await meet(cluster)
+        await join_ranks(cluster)
         ranks = range(len(cluster)) if cluster.is_group else [rank]
         # waits: calls have deadlines
         await asyncio.gather(*(self.scorer_restored("reward_model", each) for each in ranks))

@@ -97,8 +97,8 @@ class _Outbox:
 class RolloutWorker(Worker):
     RUNNER: ClassVar[type[SampleRunner]] = SampleRunner
 
-    def __init__(self, place: WorkerPlacement, config: Config, run: Path | None) -> None:
-        super().__init__(place)
+    def __init__(self, placement: WorkerPlacement, config: Config, run: Path | None) -> None:
+        super().__init__(placement)
         source = find_model(config.model.path)
         tokenizer = load_tokenizer(source, config.model)
         self._config = config
@@ -115,7 +115,7 @@ class RolloutWorker(Worker):
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """The task of each running sample."""
         self._run_folder = None if run is None else RunFolder(run)
-        self._part = None if place.world_size == 1 else place.rank
+        self._part = None if placement.world_size == 1 else placement.rank
         self._error: Exception | None = None
 
     @dispatch(Dispatch.ALL)

@@ -17,54 +17,54 @@ class BroadcastMember:
 
     def __init__(self) -> None:
         self._group: BroadcastGroup | None = None
-        self._abandoned = threading.Event()
-        self._under_way: asyncio.Future[None] | None = None
+        self._aborted = threading.Event()
+        self._in_progress: asyncio.Future[None] | None = None
 
     async def broadcast(
         self,
         join: Callable[[threading.Event], BroadcastGroup],
-        move: Callable[[BroadcastGroup], None],
-        otherwise: Callable[[], None] = lambda: None,
+        transfer: Callable[[BroadcastGroup], None],
+        on_join_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        """Runs `move` in a thread with the process group, which it joins first if there is none. If joining fails, the
-        thread runs `otherwise` and the error is raised."""
+        """Runs `transfer` in a thread with the process group, which it joins first if there is none. If joining fails,
+        the thread runs `on_join_failure` and the error is raised."""
 
         def work() -> None:
             if self._group is None:
                 try:
-                    self._group = join(self._abandoned)
+                    self._group = join(self._aborted)
                 except Exception:
-                    otherwise()
+                    on_join_failure()
                     raise
-            move(self._group)
+            transfer(self._group)
 
-        await self.contribute(work)
+        await self.run_in_thread(work)
 
-    async def contribute(self, work: Callable[[], None]) -> None:
+    async def run_in_thread(self, work: Callable[[], None]) -> None:
         """Runs in a thread the work of a rank that does not broadcast itself."""
-        await self._ended()
-        thread = self._under_way = asyncio.get_running_loop().run_in_executor(None, work)
+        await self._wait_idle()
+        thread = self._in_progress = asyncio.get_running_loop().run_in_executor(None, work)
         # waits: the group has a deadline
         await asyncio.shield(thread)
 
     async def leave(self) -> None:
         """Aborts a broadcast in progress and destroys the process group; the next publish creates a new one."""
-        self._abandoned.set()
+        self._aborted.set()
         if self._group is not None:
             self._group.close()
-        await self._ended()
+        await self._wait_idle()
         self.close()
 
-    async def _ended(self) -> None:
+    async def _wait_idle(self) -> None:
         """Returns when no broadcast is in progress."""
-        if self._under_way is not None:
+        if self._in_progress is not None:
             # waits: the broadcasting thread checks at least once per second whether the group was abandoned
-            await asyncio.gather(self._under_way, return_exceptions=True)
+            await asyncio.gather(self._in_progress, return_exceptions=True)
 
     def close(self) -> None:
         """Destroys the process group without waiting for a broadcast in progress."""
-        self._abandoned.set()
+        self._aborted.set()
         group, self._group = self._group, None
-        self._abandoned = threading.Event()
+        self._aborted = threading.Event()
         if group is not None:
             group.close()

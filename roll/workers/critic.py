@@ -25,10 +25,10 @@ FOLDER = "critic"
 
 
 class CriticWorker(GroupWorker):
-    def __init__(self, place: WorkerPlacement, config: Config) -> None:
+    def __init__(self, placement: WorkerPlacement, config: Config) -> None:
         self._config = config
         self._strategy: ValueStrategy | None = None
-        super().__init__(place, config.deterministic)
+        super().__init__(placement, config.deterministic)
 
     def build(self, group: RankGroup | None) -> None:
         self._strategy = make_critic(self._config, self.placement, group)

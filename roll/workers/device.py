@@ -8,12 +8,12 @@ from roll.cluster import Dispatch, Worker, WorkerPlacement, dispatch
 
 
 class DeviceWorker(Worker):
-    def __init__(self, place: WorkerPlacement, deterministic: bool) -> None:
+    def __init__(self, placement: WorkerPlacement, deterministic: bool) -> None:
         """Sets torch's thread count, and deterministic algorithms if results must be bit-identical."""
         import torch
 
-        super().__init__(place)
-        torch.set_num_threads(place.threads or os.cpu_count() or 1)
+        super().__init__(placement)
+        torch.set_num_threads(placement.threads or os.cpu_count() or 1)
         torch.use_deterministic_algorithms(deterministic, warn_only=False)
 
     @dispatch(Dispatch.ALL)

@@ -17,13 +17,13 @@ from roll.process.bounded_log import LIMIT_BYTES
 class EnvWorker(Worker):
     def __init__(
         self,
-        place: WorkerPlacement,
+        placement: WorkerPlacement,
         config: EnvConfig,
         log: Path | None = None,
         root: str = "",
         log_bytes: int = LIMIT_BYTES,
     ) -> None:
-        super().__init__(place)
+        super().__init__(placement)
         deadlines = Deadlines(reset_s=config.reset_deadline_s, step_s=config.step_deadline_s)
         memory_mb, limits = config.memory_mb, config.limits
         self._pool = EnvPool(config.processes, config.per_process, deadlines, memory_mb, log, limits, root, log_bytes)

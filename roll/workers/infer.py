@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # processes that only call an engine do not import torch
 
 POLL_S = 5.0
 """How long `results` waits before it returns an empty batch."""
-NOBODY = ""
+NO_CLIENT = ""
 """Stands for the client of a request whose output is discarded."""
 PROGRESS_S = 0.5
 """Seconds between progress messages of running requests."""
@@ -58,7 +58,7 @@ class EngineLoad:
 
 
 @dataclass
-class _Box:
+class _ClientOutputs:
     """Outputs that a client has not fetched yet: completions and progress, or the error that ended all its requests."""
 
     completions: list[Completion] = field(default_factory=list)
@@ -70,21 +70,21 @@ class _Box:
 class InferWorker(DeviceWorker):
     """A worker with an inference engine: it takes requests and serves one version of the weights at a time."""
 
-    def __init__(self, place: WorkerPlacement, config: Config, *, own_weights: bool | None = None) -> None:
+    def __init__(self, placement: WorkerPlacement, config: Config, *, own_weights: bool | None = None) -> None:
         """`own_weights`: whether the engine has its own copy of the weights; the default is no for the `local` executor,
         else yes."""
         from roll.strategy.infer.factory import make_engine
 
-        super().__init__(place, config.deterministic)
+        super().__init__(placement, config.deterministic)
         self._strategy: InferStrategy = make_engine(
-            place, config, own_weights=config.executor != "local" if own_weights is None else own_weights
+            placement, config, own_weights=config.executor != "local" if own_weights is None else own_weights
         )
         self._receiver: Receiver | None = None
         self._member = BroadcastMember()
         self._clients_of: dict[str, list[str]] = {}
         """Clients that wait for completions of each request id: several if an aborted request was followed by another."""
-        self._boxes: defaultdict[str, _Box] = defaultdict(_Box)
-        self._received: dict[str, int] = {}
+        self._outputs: defaultdict[str, _ClientOutputs] = defaultdict(_ClientOutputs)
+        self._sent_tokens: dict[str, int] = {}
         """Tokens of each running request that were already sent to its client."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -94,15 +94,15 @@ class InferWorker(DeviceWorker):
         await self._strategy.load_weights(weights)
 
     @dispatch(Dispatch.ALL)
-    def begin_weights(self, offer: WeightAnnouncement) -> None:
+    def begin_weights(self, announcement: WeightAnnouncement) -> None:
         """Prepares to receive a version; the engine serves nothing until `end_weights`."""
         from roll.weight_sync.stream import Receiver
 
-        tensors = self._strategy.begin_loading(offer.manifest)
+        tensors = self._strategy.begin_loading(announcement.manifest)
         if self._receiver is None:
             self._receiver = Receiver(tensors)
         self._receiver.rebind(tensors)  # offloading moves their storage
-        self._receiver.begin(offer.manifest, offer.handle)
+        self._receiver.begin(announcement.manifest, announcement.handle)
 
     @dispatch(Dispatch.ONE)
     def load_bucket(self, bucket: int) -> None:
@@ -111,10 +111,10 @@ class InferWorker(DeviceWorker):
         self._receiver.load(bucket)
 
     @dispatch(Dispatch.ALL)
-    async def receive_weights(self, meeting: Rendezvous) -> None:
+    async def receive_weights(self, rendezvous: Rendezvous) -> None:
         """Receives all buckets from the trainer, which must be sending."""
         assert self._receiver is not None
-        join = partial(meeting.join, meeting.ranks[self.placement.rank], self.placement.device)
+        join = partial(rendezvous.join, rendezvous.ranks[self.placement.rank], self.placement.device)
         await self._member.broadcast(join, self._receiver.receive)
 
     @dispatch(Dispatch.ALL)
@@ -126,32 +126,32 @@ class InferWorker(DeviceWorker):
     async def end_weights(self, manifest: WeightManifest) -> list[str]:
         """Verifies the digests of all tensors and serves the version if they match; returns the names that do not."""
         assert self._receiver is not None
-        wrong = self._receiver.finish()
-        if not wrong:
+        mismatched = self._receiver.finish()
+        if not mismatched:
             await self._strategy.end_loading(manifest)
-        return wrong
+        return mismatched
 
     @dispatch(Dispatch.ONE)
     def submit(self, client: str, requests: Sequence[Request]) -> list[Rejection]:
         """Submits requests; returns the rejected ones, each with the reason why it can never run."""
-        refusals: list[Rejection] = []
+        rejections: list[Rejection] = []
         for request in requests:
             try:
-                self._take_in(request)
-            except ValueError as refused:
-                refusals.append(Rejection(request.id, str(refused)))
+                self._submit_one(request)
+            except ValueError as error:
+                rejections.append(Rejection(request.id, str(error)))
             else:
                 self._clients_of.setdefault(request.id, []).append(client)
         if self._clients_of:
-            self._keep_running("results", self._sort_results)
+            self._keep_running("results", self._deliver_results)
             self._keep_running("progress", self._report_progress)
-        return refusals
+        return rejections
 
     def _keep_running(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         if name not in self._tasks or self._tasks[name].done():
             self._tasks[name] = asyncio.create_task(work())
 
-    def _take_in(self, request: Request) -> None:
+    def _submit_one(self, request: Request) -> None:
         """Submits a request. A running request with the same id belongs to a client that died: it is aborted first."""
         try:
             self._strategy.submit([request])
@@ -159,64 +159,64 @@ class InferWorker(DeviceWorker):
             if request.id not in self._clients_of:
                 raise
             self._strategy.abort([request.id])
-            self._clients_of[request.id][-1] = NOBODY
+            self._clients_of[request.id][-1] = NO_CLIENT
             self._strategy.submit([request])
 
     @dispatch(Dispatch.ALL)
-    def drop_clients(self, beginning: str) -> None:
-        """Drops dead clients, whose names start with `beginning`: aborts their requests and discards the outputs."""
-        for client in [client for client in self._boxes if client.startswith(beginning)]:
-            del self._boxes[client]
-        orphans = [id for id, clients in self._clients_of.items() if any(c.startswith(beginning) for c in clients)]
+    def drop_clients(self, prefix: str) -> None:
+        """Drops dead clients, whose names start with `prefix`: aborts their requests and discards the outputs."""
+        for client in [client for client in self._outputs if client.startswith(prefix)]:
+            del self._outputs[client]
+        orphans = [id for id, clients in self._clients_of.items() if any(c.startswith(prefix) for c in clients)]
         for id in orphans:
-            self._clients_of[id] = [NOBODY if c.startswith(beginning) else c for c in self._clients_of[id]]
+            self._clients_of[id] = [NO_CLIENT if c.startswith(prefix) else c for c in self._clients_of[id]]
         if orphans:
             self._strategy.abort(orphans)
 
     @dispatch(Dispatch.ONE)
     async def results(self, client: str) -> OutputBatch:
         """New outputs of the client's requests. Long-polls: waits up to `POLL_S` for the first output."""
-        box = self._boxes[client]
+        outputs = self._outputs[client]
         with suppress(TimeoutError):
-            await asyncio.wait_for(box.outputs.wait(), POLL_S)
-        box.outputs.clear()
-        news = OutputBatch(box.completions, box.progress)
-        box.completions, box.progress = [], []
-        error, box.error = box.error, None
+            await asyncio.wait_for(outputs.outputs.wait(), POLL_S)
+        outputs.outputs.clear()
+        batch = OutputBatch(outputs.completions, outputs.progress)
+        outputs.completions, outputs.progress = [], []
+        error, outputs.error = outputs.error, None
         if error is not None:
             raise error
-        return news
+        return batch
 
     async def _report_progress(self) -> None:
         """Sends the new tokens of running requests to their clients every `PROGRESS_S`, while there are any requests."""
         while self._clients_of:
             await asyncio.sleep(PROGRESS_S)
-            for progress in self._strategy.progress(self._received):
+            for progress in self._strategy.progress(self._sent_tokens):
                 clients = self._clients_of.get(progress.id)
-                if clients and clients[-1] != NOBODY:
-                    self._received[progress.id] = progress.start + len(progress.ids)
-                    box = self._boxes[clients[-1]]
-                    box.progress.append(progress)
-                    box.outputs.set()
+                if clients and clients[-1] != NO_CLIENT:
+                    self._sent_tokens[progress.id] = progress.start + len(progress.ids)
+                    outputs = self._outputs[clients[-1]]
+                    outputs.progress.append(progress)
+                    outputs.outputs.set()
 
-    async def _sort_results(self) -> None:
+    async def _deliver_results(self) -> None:
         """Puts each completion into the box of its client, while there are any requests."""
         try:
             while self._clients_of:
                 for completion in await self._strategy.results():
-                    self._received.pop(completion.id, None)
-                    if (client := self._client_of(completion.id)) not in (None, NOBODY):
-                        box = self._boxes[client]
-                        box.completions.append(completion)
-                        box.outputs.set()
+                    self._sent_tokens.pop(completion.id, None)
+                    if (client := self._client_of(completion.id)) not in (None, NO_CLIENT):
+                        outputs = self._outputs[client]
+                        outputs.completions.append(completion)
+                        outputs.outputs.set()
                 await asyncio.sleep(0)
         except Exception as error:
-            clients = {client for some in self._clients_of.values() for client in some}
+            clients = {client for waiting in self._clients_of.values() for client in waiting}
             self._clients_of.clear()
-            self._received.clear()
-            for box in map(self._boxes.__getitem__, clients):
-                box.error = error
-                box.outputs.set()
+            self._sent_tokens.clear()
+            for outputs in map(self._outputs.__getitem__, clients):
+                outputs.error = error
+                outputs.outputs.set()
 
     def _client_of(self, id: str) -> str | None:
         """The client that a completion belongs to; None if an error ended its request."""

@@ -24,18 +24,18 @@ from roll.workers.residency_gate import ResidencyGate
 if TYPE_CHECKING:
     from roll.strategy.offload import Residency
 
-_LEAVE_S = 60.0
+_ABORT_S = 60.0
 """Deadline for the engine to abort its requests."""
 
 
 class JudgeWorker(DeviceWorker):
-    def __init__(self, place: WorkerPlacement, config: Config) -> None:
+    def __init__(self, placement: WorkerPlacement, config: Config) -> None:
         from roll.model.chat import ChatRenderer
         from roll.model.find import find_model
         from roll.model.loading import context_of, load_tokenizer, stop_ids_of
         from roll.strategy.infer.frozen_engine import FrozenEngine
 
-        super().__init__(place, config.deterministic)
+        super().__init__(placement, config.deterministic)
         role = config.roles.judge.model
         source = find_model(role.path)
         tokenizer = load_tokenizer(source, role)
@@ -43,11 +43,11 @@ class JudgeWorker(DeviceWorker):
         self._renderer = ChatRenderer(tokenizer, self._stop_ids)
         self._context = config.roles.judge.context_within(context_of(source))
         self._seed = config.seed
-        self._engine = FrozenEngine(place, config)
+        self._engine = FrozenEngine(placement, config)
         self._residency_gate = ResidencyGate()
-        self._open: dict[str, asyncio.Future[Completion]] = {}
+        self._pending: dict[str, asyncio.Future[Completion]] = {}
         """Replies in progress, by request id."""
-        self._sorting: asyncio.Task[None] | None = None
+        self._delivering: asyncio.Task[None] | None = None
 
     @dispatch(Dispatch.ALL)
     async def start(self) -> None:
@@ -55,48 +55,50 @@ class JudgeWorker(DeviceWorker):
         await self._engine.start()
 
     @dispatch(Dispatch.ONE, raises=(ValueError,))
-    async def replies(self, question: str, messages: Sequence[Message], drawing: JudgeSampling) -> list[str] | None:
+    async def replies(
+        self, question: str, messages: Sequence[Message], judge_sampling: JudgeSampling
+    ) -> list[str] | None:
         """One reply per seed; None while this worker is offloaded: ask again. Raises `ValueError` if no reply is
         possible."""
         prompt = self._prompt(messages)
-        room = min(drawing.max_tokens, self._context - len(prompt))
-        if room < 1:
+        budget = min(judge_sampling.max_tokens, self._context - len(prompt))
+        if budget < 1:
             raise ValueError(f"the judge is shown {len(prompt)} tokens, which leaves no room in its {self._context}")
-        if not await self._residency_gate.come():
+        if not await self._residency_gate.wait_resident():
             return None
-        for number, seed in enumerate(drawing.seeds):
-            noise = seed_of(self._seed, seed)
-            sampling = SamplingParams(room, drawing.temperature, stop_ids=self._stop_ids, seed=noise)
+        for number, seed in enumerate(judge_sampling.seeds):
+            reply_seed = seed_of(self._seed, seed)
+            sampling = SamplingParams(budget, judge_sampling.temperature, stop_ids=self._stop_ids, seed=reply_seed)
             self._submit(Request(f"{question}.{number}", np.array(prompt, np.int32), sampling))
-        answers = [self._open[f"{question}.{number}"] for number in range(len(drawing.seeds))]
+        replies = [self._pending[f"{question}.{number}"] for number in range(len(judge_sampling.seeds))]
         # waits: the caller has a deadline and calls `cancel` after it
-        found = await asyncio.gather(*answers)
-        if any(completion.finish == "abort" for completion in found):
+        completions = await asyncio.gather(*replies)
+        if any(completion.finish == "abort" for completion in completions):
             return None
-        return [self._renderer.text(completion.ids) for completion in found]
+        return [self._renderer.text(completion.ids) for completion in completions]
 
     @dispatch(Dispatch.ONE)
     def cancel(self, question: str) -> None:
         """Aborts the replies to a question that its caller has given up."""
-        self._engine.strategy.abort([id for id in self._open if id.rpartition(".")[0] == question])
+        self._engine.strategy.abort([id for id in self._pending if id.rpartition(".")[0] == question])
 
     @dispatch(Dispatch.ALL)
     async def set_residency(self, level: Residency) -> None:
         """Sets the residency level: keeps that much on the device. Below `all` the judge answers nothing: it aborts
         replies in progress, and their callers ask again."""
         if level != "all":
-            self._residency_gate.end()
-            self._engine.strategy.abort(list(self._open))
-            async with asyncio.timeout(_LEAVE_S):
-                while self._open:  # noqa: ASYNC110
+            self._residency_gate.close()
+            self._engine.strategy.abort(list(self._pending))
+            async with asyncio.timeout(_ABORT_S):
+                while self._pending:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
         await self._engine.set_residency(level)
         if level == "all":
-            self._residency_gate.begin()
+            self._residency_gate.open()
 
     async def close(self) -> None:
-        if self._sorting is not None:
-            self._sorting.cancel()
+        if self._delivering is not None:
+            self._delivering.cancel()
         await self._engine.close()
 
     def _prompt(self, messages: Sequence[Message]) -> list[int]:
@@ -107,21 +109,21 @@ class JudgeWorker(DeviceWorker):
 
     def _submit(self, request: Request) -> None:
         self._engine.strategy.submit([request])
-        self._open[request.id] = asyncio.get_running_loop().create_future()
-        if self._sorting is None or self._sorting.done():
-            self._sorting = asyncio.create_task(self._sort())
+        self._pending[request.id] = asyncio.get_running_loop().create_future()
+        if self._delivering is None or self._delivering.done():
+            self._delivering = asyncio.create_task(self._deliver())
 
-    async def _sort(self) -> None:
+    async def _deliver(self) -> None:
         """Resolves the future of every completion, while there are any requests."""
         try:
-            while self._open:
+            while self._pending:
                 for completion in await self._engine.strategy.results():
-                    answer = self._open.pop(completion.id)
-                    if not answer.done():
-                        answer.set_result(completion)
+                    reply = self._pending.pop(completion.id)
+                    if not reply.done():
+                        reply.set_result(completion)
                 await asyncio.sleep(0)
         except Exception as error:
-            answers, self._open = self._open, {}
-            for answer in answers.values():
-                if not answer.done():
-                    answer.set_exception(error)
+            replies, self._pending = self._pending, {}
+            for reply in replies.values():
+                if not reply.done():
+                    reply.set_exception(error)

@@ -23,7 +23,7 @@ from roll.weight_sync.stream import stream
 from roll.workers.infer import InferWorker
 from roll.workers.train import TrainWorker
 
-TRIES = 2
+ATTEMPTS = 2
 _GRACE_S = 2.0
 """How long to wait for the other side after one side of a broadcast has failed: its death may be the cause."""
 
@@ -40,43 +40,45 @@ async def publish(
     if actor.in_process and engines.in_process:
         await engines.call(InferWorker.load_weights, await actor.call(TrainWorker.weights, version))
         return
-    path = choose_path(actor.places[0], engines.places) if path == "auto" else path
-    for tries_left in reversed(range(TRIES)):
-        offer = await actor.call(TrainWorker.announce, version, path)
-        await engines.call(InferWorker.begin_weights, offer)
-        await _move(actor, engines, offer, path)
-        found = await engines.call_each(InferWorker.end_weights, offer.manifest)
-        wrong = {f"{place.name}": names for place, names in zip(engines.places, found, strict=True) if names}
-        if not wrong:
+    path = choose_path(actor.placements[0], engines.placements) if path == "auto" else path
+    for attempts_left in reversed(range(ATTEMPTS)):
+        announcement = await actor.call(TrainWorker.announce, version, path)
+        await engines.call(InferWorker.begin_weights, announcement)
+        await _transfer(actor, engines, announcement, path)
+        mismatches = await engines.call_each(InferWorker.end_weights, announcement.manifest)
+        damaged = {
+            f"{placement.name}": names for placement, names in zip(engines.placements, mismatches, strict=True) if names
+        }
+        if not damaged:
             return
-        said = "; ".join(f"{names[0]!r} at {who}" for who, names in wrong.items())
-        if not tries_left:
+        listed = "; ".join(f"{names[0]!r} at {who}" for who, names in damaged.items())
+        if not attempts_left:
             raise RunError(
-                f"version {version} of the weights arrived damaged {TRIES} times by the path {path}: the tensor {said} "
-                "is not the trainer's. Memory or network corrupts data: look at the machine before going on"
+                f"version {version} of the weights arrived damaged {ATTEMPTS} times by the path {path}: the tensor "
+                f"{listed} is not the trainer's. Memory or network corrupts data: check the machine before continuing"
             )
-        _log.warning("version %d of the weights arrived damaged (%s): sending it again", version, said)
+        _log.warning("version %d of the weights arrived damaged (%s): sending it again", version, listed)
 
 
 def choose_path(sender: WorkerPlacement, engines: Sequence[WorkerPlacement]) -> Path:
     """The transport from the trainer's rank 0, the only rank that sends: `cuda_ipc` if all engines are on its GPU,
     `shared_memory` if they are on its node, else `broadcast`."""
-    if any(place.node != sender.node for place in engines):
+    if any(placement.node != sender.node for placement in engines):
         return "broadcast"
-    one_gpu = sender.device != "cpu" and all(place.device == sender.device for place in engines)
+    one_gpu = sender.device != "cpu" and all(placement.device == sender.device for placement in engines)
     return "cuda_ipc" if one_gpu else "shared_memory"
 
 
 def choose_backend(sender: WorkerPlacement, engines: Sequence[WorkerPlacement]) -> BroadcastBackend:
     """`nccl` if the sender and every engine have a GPU each: NCCL rejects two ranks of a group on one GPU, such as a
     trainer and an engine that time-share it. Else `gloo`, through host memory."""
-    places = [sender, *engines]
-    gpus = {(place.node, place.device) for place in places if place.device != "cpu"}
-    return "nccl" if len(gpus) == len(places) else "gloo"
+    placements = [sender, *engines]
+    gpus = {(placement.node, placement.device) for placement in placements if placement.device != "cpu"}
+    return "nccl" if len(gpus) == len(placements) else "gloo"
 
 
-async def _move(
-    actor: Cluster[TrainWorker], engines: Cluster[InferWorker], offer: WeightAnnouncement, path: Path
+async def _transfer(
+    actor: Cluster[TrainWorker], engines: Cluster[InferWorker], announcement: WeightAnnouncement, path: Path
 ) -> None:
     if path == "broadcast":
         await _broadcast(actor, engines)
@@ -84,15 +86,15 @@ async def _move(
     ranks = range(len(engines))
     write = partial(actor.call, TrainWorker.write_bucket)
     loads = [partial(engines.call_rank, rank, InferWorker.load_bucket) for rank in ranks]
-    await stream(len(offer.manifest.layout.buckets), SLOTS, write, loads)
+    await stream(len(announcement.manifest.layout.buckets), SLOTS, write, loads)
 
 
 async def _broadcast(actor: Cluster[TrainWorker], engines: Cluster[InferWorker]) -> None:
-    backend = choose_backend(actor.places[0], engines.places)
-    ranks = [place.rank for place in engines.places]
-    meeting: Rendezvous = await actor.call(TrainWorker.open_rendezvous, ranks, backend, actor.deadline_s)
-    sending = asyncio.ensure_future(actor.call(TrainWorker.send_weights, meeting))
-    receiving = asyncio.ensure_future(engines.call(InferWorker.receive_weights, meeting))
+    backend = choose_backend(actor.placements[0], engines.placements)
+    ranks = [placement.rank for placement in engines.placements]
+    rendezvous: Rendezvous = await actor.call(TrainWorker.open_rendezvous, ranks, backend, actor.deadline_s)
+    sending = asyncio.ensure_future(actor.call(TrainWorker.send_weights, rendezvous))
+    receiving = asyncio.ensure_future(engines.call(InferWorker.receive_weights, rendezvous))
     both = (sending, receiving)
     try:
         # waits: both are calls with deadlines

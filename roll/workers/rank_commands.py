@@ -17,7 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from roll.strategy.train.sharded.process_group import RankRendezvous
 
-_LOOK = timedelta(seconds=5)
+_POLL = timedelta(seconds=5)
 
 
 class RankCommands:
@@ -28,27 +28,27 @@ class RankCommands:
         self.followers = followers
         self._number = 0
 
-    def give(self, order: Any) -> None:
+    def send(self, command: Any) -> None:
         """Sends a command to the other ranks; the caller executes it too."""
         if self.followers:
-            self._store.set(f"order/{self._number}", pickle.dumps(order))  # type: ignore[arg-type]
+            self._store.set(f"order/{self._number}", pickle.dumps(command))  # type: ignore[arg-type]
             self._number += 1
 
     async def next(self) -> Any:
         """Waits for the next command and returns it."""
         key = f"order/{self._number}"
-        while not await asyncio.to_thread(self._there, key):
+        while not await asyncio.to_thread(self._is_set, key):
             pass
-        order = pickle.loads(await asyncio.to_thread(self._store.get, key))
+        command = pickle.loads(await asyncio.to_thread(self._store.get, key))
         self._number += 1
         if self._store.add(f"{key}/read", 1) == self.followers:
             self._store.delete_key(key)
             self._store.delete_key(f"{key}/read")
-        return order
+        return command
 
-    def _there(self, key: str) -> bool:
+    def _is_set(self, key: str) -> bool:
         try:
-            self._store.wait([key], _LOOK)
+            self._store.wait([key], _POLL)
         except (RuntimeError, ValueError):  # torch has no specific error for a timeout
             return bool(self._store.check([key]))  # raises if the store has ended
         return True

@@ -20,14 +20,14 @@ if TYPE_CHECKING:  # processes that only call such a worker do not import torch
 
 
 class GroupWorker(DeviceWorker):
-    def __init__(self, place: WorkerPlacement, deterministic: bool) -> None:
+    def __init__(self, placement: WorkerPlacement, deterministic: bool) -> None:
         """A subclass must set the attributes that `build` needs before it calls this: a worker that is no rank of a mesh
         builds its strategy here."""
-        super().__init__(place, deterministic)
+        super().__init__(placement, deterministic)
         self._store: TCPStore | None = None
         self.rendezvous: RankRendezvous | None = None
         """The rendezvous of the ranks' process group."""
-        if place.mesh is None:
+        if placement.mesh is None:
             self.build(None)
 
     def build(self, group: RankGroup | None) -> None:
@@ -64,7 +64,7 @@ class GroupWorker(DeviceWorker):
 W = TypeVar("W", bound=GroupWorker)
 
 
-async def meet(cluster: Cluster[W]) -> Cluster[W]:
+async def join_ranks(cluster: Cluster[W]) -> Cluster[W]:
     """Has the ranks of a role join their process group and load the model; does nothing if the workers are no group."""
     if cluster.is_group:
         rendezvous = await cluster.call_rank(0, GroupWorker.open_group, cluster.deadline_s)

@@ -13,22 +13,22 @@ class ResidencyGate:
     """Whether the worker is resident on its devices. While it is offloaded, calls are sent back, to be made again."""
 
     def __init__(self) -> None:
-        self._here = asyncio.Event()
-        self._here.set()
+        self._resident = asyncio.Event()
+        self._resident.set()
 
     @property
-    def is_on(self) -> bool:
-        return self._here.is_set()
+    def is_resident(self) -> bool:
+        return self._resident.is_set()
 
-    async def come(self) -> bool:
+    async def wait_resident(self) -> bool:
         """Waits up to `POLL_S`; returns whether the worker is resident."""
-        if not self.is_on:
+        if not self.is_resident:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._here.wait(), POLL_S)
-        return self.is_on
+                await asyncio.wait_for(self._resident.wait(), POLL_S)
+        return self.is_resident
 
-    def end(self) -> None:
-        self._here.clear()
+    def close(self) -> None:
+        self._resident.clear()
 
-    def begin(self) -> None:
-        self._here.set()
+    def open(self) -> None:
+        self._resident.set()

@@ -22,22 +22,24 @@ class RewardWorker(Worker):
 
     def __init__(
         self,
-        place: WorkerPlacement,
+        placement: WorkerPlacement,
         config: RewardConfig,
-        source: RewardSpec,
+        spec: RewardSpec,
         log: Path | None = None,
         *,
         replies_at_once: int = 1,
-        patience_s: float = 600.0,
+        retry_s: float = 600.0,
         log_bytes: int = LIMIT_BYTES,
     ) -> None:
-        """`replies_at_once`: replies that one judge generates at once. `patience_s`: how long to retry calls on a role
+        """`replies_at_once`: replies that one judge generates at once. `retry_s`: how long to retry calls on a role
         whose worker died."""
-        super().__init__(place)
-        self._models = ScorerClients(replies_at_once=replies_at_once, askers=place.world_size, patience_s=patience_s)
-        self._asking = ModelScoreClient(source.model_backed_rewards(), self._models, config.cache)
+        super().__init__(placement)
+        self._scorer_clients = ScorerClients(
+            replies_at_once=replies_at_once, clients=placement.world_size, retry_s=retry_s
+        )
+        self._score_client = ModelScoreClient(spec.model_backed_rewards(), self._scorer_clients, config.cache)
         self._pool = GraderPool(
-            source,
+            spec,
             workers=config.workers,
             deadline_s=config.deadline_s,
             tries=config.max_attempts,
@@ -55,13 +57,13 @@ class RewardWorker(Worker):
     @dispatch(Dispatch.ALL)
     def connect(self, scorers: RewardModelClient) -> None:
         """Sets the reward model and judge roles; called again after one of their workers was restarted."""
-        self._models.connect(scorers)
+        self._scorer_clients.connect(scorers)
 
     @dispatch(Dispatch.ONE, raises=(ScoreFailure,), batched=True)
     async def score(self, task: Task, response: Response, votes: bool = False) -> Verdict:
         """Scores a response; with `votes` the verdict includes the extracted answer. Raises `ScoreFailure`."""
         try:
-            role_scores = await self._asking.scores(task, response)
+            role_scores = await self._score_client.scores(task, response)
         except ScoreFailure as failure:
             self._pool.count_failure(failure)
             raise
@@ -70,8 +72,8 @@ class RewardWorker(Worker):
     @dispatch(Dispatch.ONE)
     def take_stats(self) -> GraderStats:
         """Statistics of the graders, and of the reward model and judge roles, since the last call."""
-        return replace(self._pool.take_stats(), roles=self._models.take_stats())
+        return replace(self._pool.take_stats(), roles=self._scorer_clients.take_stats())
 
     async def close(self) -> None:
-        await self._asking.close()
+        await self._score_client.close()
         await self._pool.close()

@@ -30,38 +30,38 @@ if TYPE_CHECKING:  # processes that only call it do not import torch
 
 _log = logging.getLogger(__name__)
 
-_APART_S = 5.0
+_EXIT_DELAY_S = 5.0
 """Delay before a failed rank exits, so that the controller can detect the death of another rank first, if that was the
 cause."""
 
 
 class RewardModelWorker(GroupWorker):
-    def __init__(self, place: WorkerPlacement, config: Config) -> None:
+    def __init__(self, placement: WorkerPlacement, config: Config) -> None:
         self._config = config
         self._strategy: RewardStrategy | None = None
         self._residency_gate = ResidencyGate()
         self._waiting: list[tuple[IntArray, asyncio.Future[float | None]]] = []
         self._scoring: asyncio.Task[None] | None = None
-        self._apart = False
+        self._desynchronized = False
         """Whether the ranks have lost synchronization."""
-        self._orders: RankCommands | None = None
+        self._commands: RankCommands | None = None
         self._following: asyncio.Task[None] | None = None
-        self._holds: asyncio.Queue[None] = asyncio.Queue()
+        self._residency_changes: asyncio.Queue[None] = asyncio.Queue()
         """One entry per `set_residency` command that this rank has executed."""
-        super().__init__(place, config.deterministic)
+        super().__init__(placement, config.deterministic)
 
     def build(self, group: RankGroup | None) -> None:
         from roll.strategy.train.factory import make_scorer
 
-        self._strategy, self._tokenizer, self._longest = make_scorer(self._config, self.placement, group)
+        self._strategy, self._tokenizer, self._max_tokens = make_scorer(self._config, self.placement, group)
         if group is None:
             return
         from roll.workers.rank_commands import RankCommands
 
         assert self.rendezvous is not None
-        self._orders = RankCommands(self.rendezvous, group.ranks - 1)
+        self._commands = RankCommands(self.rendezvous, group.ranks - 1)
         if not self.is_first:
-            self._following = asyncio.get_running_loop().create_task(self._follow(self._orders))
+            self._following = asyncio.get_running_loop().create_task(self._follow(self._commands))
 
     @property
     def strategy(self) -> RewardStrategy:
@@ -74,11 +74,11 @@ class RewardModelWorker(GroupWorker):
         """The score of a conversation; None while this worker is offloaded: ask again. Raises `ValueError` if it cannot
         be scored."""
         ids = self._tokens(messages)
-        if not await self._residency_gate.come():
+        if not await self._residency_gate.wait_resident():
             return None
         answer: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
         self._waiting.append((ids, answer))
-        if not self._apart and (self._scoring is None or self._scoring.done()):
+        if not self._desynchronized and (self._scoring is None or self._scoring.done()):
             self._scoring = asyncio.create_task(self._score_all())
         # waits: the caller has a deadline
         return await answer
@@ -89,34 +89,34 @@ class RewardModelWorker(GroupWorker):
         worker scores nothing."""
         if not self.is_first:
             # waits: for rank 0, which is called too; a call has a deadline
-            await self._holds.get()
+            await self._residency_changes.get()
             return
         if level != "all":
-            self._residency_gate.end()
-            for _, answer in self._taken():
+            self._residency_gate.close()
+            for _, answer in self._take_waiting():
                 if not answer.done():
                     answer.set_result(None)
-        if self._orders is not None:
-            self._orders.give(level)
+        if self._commands is not None:
+            self._commands.send(level)
         self.strategy.set_residency(level)
         if level == "all":
-            self._residency_gate.begin()
+            self._residency_gate.open()
 
-    async def _follow(self, orders: RankCommands) -> None:
+    async def _follow(self, commands: RankCommands) -> None:
         """Executes the commands of rank 0: scores conversations, or sets a residency level."""
         while True:
             # waits: for as long as rank 0 lives, and this process with it
-            order = await orders.next()
-            if isinstance(order, str):
-                self.strategy.set_residency(cast("Residency", order))
-                self._holds.put_nowait(None)
+            command = await commands.next()
+            if isinstance(command, str):
+                self.strategy.set_residency(cast("Residency", command))
+                self._residency_changes.put_nowait(None)
                 continue
             try:
-                self.strategy.scores(order)
+                self.strategy.scores(command)
             except UserError:  # rank 0 gets the same error and raises it to the caller
                 _log.exception("scores with the other ranks")
             except Exception as error:
-                self._end_apart(error)
+                self._exit_desynchronized(error)
                 return
 
     async def close(self) -> None:
@@ -132,39 +132,41 @@ class RewardModelWorker(GroupWorker):
         except TemplateError as error:
             raise ValueError(f"the reward model's chat template refused the conversation: {error}") from None
         ids = np.array(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
-        if not 1 < len(ids) <= self._longest:
-            raise ValueError(f"the conversation has {len(ids)} tokens, but the reward model takes 2 to {self._longest}")
+        if not 1 < len(ids) <= self._max_tokens:
+            raise ValueError(
+                f"the conversation has {len(ids)} tokens, but the reward model takes 2 to {self._max_tokens}"
+            )
         return ids
 
     async def _score_all(self) -> None:
         """Scores the waiting conversations, and those that arrive in the meantime."""
         await asyncio.sleep(0)  # calls of this iteration of the event loop join the first batch
         while self._waiting:
-            some = self._taken()
+            batch = self._take_waiting()
             try:
-                if self._orders is not None:
-                    self._orders.give([ids for ids, _ in some])
-                scores = self.strategy.scores([ids for ids, _ in some])
+                if self._commands is not None:
+                    self._commands.send([ids for ids, _ in batch])
+                scores = self.strategy.scores([ids for ids, _ in batch])
             except Exception as error:
-                for _, answer in some:
+                for _, answer in batch:
                     if not answer.done():
                         answer.set_exception(error)
-                if self._orders is not None and self._orders.followers and not isinstance(error, UserError):
-                    self._end_apart(error)
+                if self._commands is not None and self._commands.followers and not isinstance(error, UserError):
+                    self._exit_desynchronized(error)
                     return
                 continue
-            for (_, answer), score in zip(some, scores.tolist(), strict=True):
+            for (_, answer), score in zip(batch, scores.tolist(), strict=True):
                 if not answer.done():
                     answer.set_result(score)
             await asyncio.sleep(0)
 
-    def _end_apart(self, error: Exception) -> None:
-        """Exits this process after `_APART_S`: if one rank alone fails, for example in an allocation, the others wait for
-        it in a collective that the next scores would be mixed up with. The supervisor then restarts the group."""
-        self._apart = True
+    def _exit_desynchronized(self, error: Exception) -> None:
+        """Exits this process after `_EXIT_DELAY_S`. If one rank alone fails, for example in an allocation, the others
+        wait for it in a collective, which the next scores would be mixed up with. The supervisor restarts all ranks."""
+        self._desynchronized = True
         _log.error("this rank ends, because the others may wait for it", exc_info=error)
-        asyncio.get_running_loop().call_later(_APART_S, os._exit, 1)
+        asyncio.get_running_loop().call_later(_EXIT_DELAY_S, os._exit, 1)
 
-    def _taken(self) -> list[tuple[IntArray, asyncio.Future[float | None]]]:
-        some, self._waiting = self._waiting, []
-        return some
+    def _take_waiting(self) -> list[tuple[IntArray, asyncio.Future[float | None]]]:
+        batch, self._waiting = self._waiting, []
+        return batch

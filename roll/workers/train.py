@@ -46,13 +46,13 @@ def _join_samples(results: Sequence[Array], parts: Sequence[Indices], whole: Bat
 class TrainWorker(GroupWorker):
     """A worker with a model and its optimizer: it computes log-probabilities and updates the weights."""
 
-    def __init__(self, place: WorkerPlacement, config: Config, *, trainable: bool = True) -> None:
+    def __init__(self, placement: WorkerPlacement, config: Config, *, trainable: bool = True) -> None:
         self._config, self._trainable = config, trainable
         self._bucket_bytes = config.weight_sync.bucket_mb << 20
         self._strategy: TrainStrategy | None = None
         self._sender: Sender | None = None
         self._member = BroadcastMember()
-        super().__init__(place, config.deterministic)
+        super().__init__(placement, config.deterministic)
 
     def build(self, group: RankGroup | None) -> None:
         self._strategy = make_trainer(self._config, self.placement, group, trainable=self._trainable)
@@ -87,7 +87,7 @@ class TrainWorker(GroupWorker):
     def announce(self, version: int, path: Path) -> WeightAnnouncement:
         """Announces the current weights as a version; they must not change until they have been sent."""
         prompt, log_probs = self.strategy.probe()
-        sender = self._sending()
+        sender = self._weight_sender()
         sender.rebind(self.strategy.published())  # offloading moves their storage
         manifest = sender.manifest(version, prompt, log_probs)
         return WeightAnnouncement(manifest, sender.open(path, SLOTS) if path != "broadcast" and self.is_first else None)
@@ -96,9 +96,9 @@ class TrainWorker(GroupWorker):
     def write_bucket(self, bucket: int) -> None:
         """Writes one bucket of the weights into the memory that the engines read; other ranks than 0 add their shards."""
         if self.is_first:
-            self._sending().write(bucket)
+            self._weight_sender().write(bucket)
         else:
-            self._sending().contribute(bucket)
+            self._weight_sender().contribute(bucket)
 
     @dispatch(Dispatch.ONE)
     def open_rendezvous(self, engines: Sequence[int], backend: BroadcastBackend, deadline_s: float) -> Rendezvous:
@@ -112,15 +112,15 @@ class TrainWorker(GroupWorker):
         await self._member.leave()
 
     @dispatch(Dispatch.ONE)
-    async def send_weights(self, meeting: Rendezvous) -> None:
+    async def send_weights(self, rendezvous: Rendezvous) -> None:
         """Sends all buckets to the engines, which must be receiving. If an engine dies, the trainer's ranks stay
         synchronized."""
-        sender = self._sending()
+        sender = self._weight_sender()
         if self.is_first:
-            join = partial(meeting.join, 0, self.placement.device)
+            join = partial(rendezvous.join, 0, self.placement.device)
             await self._member.broadcast(join, sender.broadcast, sender.contribute_all)
         else:
-            await self._member.contribute(sender.contribute_all)
+            await self._member.run_in_thread(sender.contribute_all)
 
     @dispatch(Dispatch.ALL)
     def set_residency(self, level: Residency) -> None:
@@ -144,7 +144,7 @@ class TrainWorker(GroupWorker):
         """Reads the model and optimizer state from a checkpoint's folder."""
         self.strategy.load(folder)
 
-    def _sending(self) -> Sender:
+    def _weight_sender(self) -> Sender:
         if self._sender is None:
             self._sender = Sender(self.strategy.published(), self._bucket_bytes)
         return self._sender

@@ -22,7 +22,7 @@ LONG_S = 3 * POLL_S
 
 
 class Wire:
-    """A desk far away: a trip takes `trip_s`, and from `broken_s` on it ends in an error."""
+    """A server far away: a trip takes `trip_s`, and from `broken_s` on it ends in an error."""
 
     def __init__(self, work_s: Callable[[bytes], float] = lambda packed: 0.0, *, trip_s: float = 0.001) -> None:
         self.began: list[bytes] = []
@@ -30,10 +30,10 @@ class Wire:
         self.asked = 0
         self.trip_s = trip_s
         self.broken_s = float("inf")
-        self.desk = BatchedServer(self._do)
+        self.server = BatchedServer(self._do)
         self._work_s = work_s
 
-    def crowd(self) -> BatchedClient:
+    def batched_client(self) -> BatchedClient:
         return BatchedClient("toy[0]", self._post, self._answers, DEADLINE_S)
 
     async def _do(self, packed: bytes) -> bytes:
@@ -44,13 +44,13 @@ class Wire:
     async def _post(self, client: str, calls: list[Packed]) -> None:
         self.posts.append(len(calls))
         await self._trip()
-        self.desk.post(client, calls)
+        self.server.post(client, calls)
         await self._trip()
 
     async def _answers(self, client: str) -> list[Packed]:
         self.asked += 1
         await self._trip()
-        answers = await self.desk.answers(client)
+        answers = await self.server.answers(client)
         await self._trip()
         return answers
 
@@ -67,10 +67,10 @@ def packed(number: int) -> bytes:
 def test_calls_of_one_moment_travel_in_one_trip_and_answers_come_as_they_are_ready() -> None:
     async def main() -> None:
         wire = Wire(lambda packed: 1.0 if packed == b"call 3" else 0.0)
-        crowd, ended = wire.crowd(), {}
+        batched_client, ended = wire.batched_client(), {}
 
         async def call(number: int) -> None:
-            assert await crowd.call(packed(number)) == packed(number)[::-1]
+            assert await batched_client.call(packed(number)) == packed(number)[::-1]
             ended[number] = now_s()
 
         await asyncio.gather(*map(call, range(100)))
@@ -79,7 +79,7 @@ def test_calls_of_one_moment_travel_in_one_trip_and_answers_come_as_they_are_rea
         assert ended.pop(3) > 1.0
         assert max(ended.values()) < 0.01
         await asyncio.sleep(LONG_S)
-        assert not wire.desk._boxes
+        assert not wire.server._boxes
 
     run_virtually(main)
 
@@ -87,11 +87,11 @@ def test_calls_of_one_moment_travel_in_one_trip_and_answers_come_as_they_are_rea
 def test_calls_made_while_others_travel_go_with_the_next_trip() -> None:
     async def main() -> None:
         wire = Wire(trip_s=1.0)
-        crowd = wire.crowd()
-        calls = [asyncio.ensure_future(crowd.call(packed(0)))]
+        batched_client = wire.batched_client()
+        calls = [asyncio.ensure_future(batched_client.call(packed(0)))]
         for number in range(1, 6):
             await asyncio.sleep(0.1)
-            calls.append(asyncio.ensure_future(crowd.call(packed(number))))
+            calls.append(asyncio.ensure_future(batched_client.call(packed(number))))
         assert await asyncio.gather(*calls) == [packed(number)[::-1] for number in range(6)]
         assert wire.posts == [1, 5]
         await asyncio.sleep(LONG_S)
@@ -102,10 +102,10 @@ def test_calls_made_while_others_travel_go_with_the_next_trip() -> None:
 def test_a_call_given_up_before_it_went_out_never_begins_and_one_after_is_not_heard_of() -> None:
     async def main() -> None:
         wire = Wire(lambda packed: 2.0, trip_s=1.0)
-        crowd = wire.crowd()
-        first, second, third = (asyncio.ensure_future(crowd.call(packed(number))) for number in range(3))
+        batched_client = wire.batched_client()
+        first, second, third = (asyncio.ensure_future(batched_client.call(packed(number))) for number in range(3))
         await asyncio.sleep(0.5)
-        late = asyncio.ensure_future(crowd.call(packed(3)))
+        late = asyncio.ensure_future(batched_client.call(packed(3)))
         await asyncio.sleep(0.1)
         late.cancel()
         second.cancel()
@@ -122,13 +122,13 @@ def test_a_worker_that_dies_ends_every_call_and_a_later_one_is_told_too() -> Non
     async def main() -> None:
         wire = Wire(lambda packed: 100.0)
         wire.broken_s = 10.0
-        crowd = wire.crowd()
-        calls = [asyncio.ensure_future(crowd.call(packed(number))) for number in range(3)]
+        batched_client = wire.batched_client()
+        calls = [asyncio.ensure_future(batched_client.call(packed(number))) for number in range(3)]
         results = await asyncio.gather(*calls, return_exceptions=True)
         assert [str(result) for result in results] == ["toy[0] died: the wire broke"] * 3
         assert len({id(result) for result in results}) == 3  # each has a traceback of its own
         with pytest.raises(WorkerDied, match="the wire broke"):
-            await crowd.call(packed(4))
+            await batched_client.call(packed(4))
         await asyncio.sleep(200)
 
     run_virtually(main)
@@ -148,14 +148,14 @@ def test_a_trip_that_gets_lost_ends_the_calls_that_wait_and_no_later_one(lost: s
             return await trip(*args)
 
         setattr(wire, f"_{lost}", once_lost)
-        crowd = wire.crowd()
-        calls = [asyncio.ensure_future(crowd.call(packed(number))) for number in range(3)]
+        batched_client = wire.batched_client()
+        calls = [asyncio.ensure_future(batched_client.call(packed(number))) for number in range(3)]
         await asyncio.sleep(1)
-        calls.append(asyncio.ensure_future(crowd.call(packed(3))))
+        calls.append(asyncio.ensure_future(batched_client.call(packed(3))))
         results = await asyncio.gather(*calls, return_exceptions=True)
         assert all(isinstance(result, CallTimedOut) for result in results)
         assert DEADLINE_S <= now_s() < DEADLINE_S + POLL_S + 1
-        assert await crowd.call(packed(4)) == packed(4)[::-1]
+        assert await batched_client.call(packed(4)) == packed(4)[::-1]
         await asyncio.sleep(LONG_S)
 
     run_virtually(main)
@@ -164,13 +164,17 @@ def test_a_trip_that_gets_lost_ends_the_calls_that_wait_and_no_later_one(lost: s
 def test_clients_have_their_own_answers() -> None:
     async def main() -> None:
         wire = Wire()
-        crowds = [wire.crowd() for _ in range(3)]
-        calls = [crowd.call(f"{client} {number}".encode()) for client, crowd in enumerate(crowds) for number in range(4)]
+        batched_clients = [wire.batched_client() for _ in range(3)]
+        calls = [
+            batched_client.call(f"{client} {number}".encode())
+            for client, batched_client in enumerate(batched_clients)
+            for number in range(4)
+        ]
         answers = await asyncio.gather(*calls)
         assert answers == [f"{client} {number}".encode()[::-1] for client in range(3) for number in range(4)]
         await asyncio.sleep(LONG_S)
-        assert not wire.desk._boxes
-        assert not wire.desk._under_way
+        assert not wire.server._boxes
+        assert not wire.server._running
 
     run_virtually(main)
 
@@ -185,9 +189,9 @@ def test_every_call_has_its_own_answer_whatever_happens(seed: int, breaks: bool)
         wire = Wire(lasts.__getitem__, trip_s=rng.choice([0.0, 0.01, 1.0]))
         if breaks:
             wire.broken_s = rng.uniform(0, 10)
-        crowd, calls = wire.crowd(), {}
+        batched_client, calls = wire.batched_client(), {}
         for number in range(40):
-            calls[number] = asyncio.ensure_future(crowd.call(packed(number)))
+            calls[number] = asyncio.ensure_future(batched_client.call(packed(number)))
             if rng.random() < 0.4:
                 await asyncio.sleep(rng.choice([0.0, 0.01, 0.4]))
             if rng.random() < 0.2:
@@ -203,7 +207,7 @@ def test_every_call_has_its_own_answer_whatever_happens(seed: int, breaks: bool)
                 assert call.result() == packed(number)[::-1]
         numbers = [int(each.split()[1]) for each in wire.began]
         assert numbers == sorted(set(numbers))  # each at most once, in the order they were made
-        assert not crowd._waiting
+        assert not batched_client._waiting
         await asyncio.sleep(LONG_S)
 
     run_virtually(main)

@@ -152,10 +152,10 @@ def test_data_needs_exactly_one_batch_by_position() -> None:
 # what may be called
 
 
-def test_only_parallel_methods_may_be_called() -> None:
+def test_only_dispatch_methods_may_be_called() -> None:
     async def use(toys: Cluster[Toy], workers: list[Toy]) -> None:
         for call in (toys.call(Toy.private), toys.call_each(Toy.private), toys.call_rank(0, Toy.private)):
-            with pytest.raises(TypeError, match=r"Toy\.private is not a @parallel method"):
+            with pytest.raises(TypeError, match=r"Toy\.private is not a @dispatch method"):
                 await call
 
     with_toys(2, use)

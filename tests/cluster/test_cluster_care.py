@@ -78,7 +78,7 @@ def test_a_cluster_that_travelled_calls_and_does_not_restart() -> None:
         pending = asyncio.create_task(cluster.call_rank(0, Waiter.wait, 1))
         await asyncio.sleep(0)
         travelled: Cluster[Waiter] = pickle.loads(pickle.dumps(cluster))
-        assert (travelled.role, travelled.places, travelled.deadline_s) == ("waiter", cluster.places, 7)
+        assert (travelled.role, travelled.placements, travelled.deadline_s) == ("waiter", cluster.placements, 7)
         assert await travelled.call_rank(1, Waiter.wait, 0) == "waiter[1]"
         assert travelled.pending() == []
         await pending
@@ -97,13 +97,13 @@ def test_a_subset_is_a_role_of_some_workers_that_keep_their_names() -> None:
         cluster, handles = toys(4, executor)
         some = cluster.subset([3, 1])
         assert (some.role, len(some), some.deadline_s) == ("toy", 2, cluster.deadline_s)
-        assert [place.name for place in some.places] == ["toy[3]", "toy[1]"]
+        assert [place.name for place in some.placements] == ["toy[3]", "toy[1]"]
         handles[3].become("dead")
         with pytest.raises(WorkerDied, match=r"^toy\[3\] died"):
             await some.ping(0, 5)
         await some.restart(0)
         assert (some.incarnation(0), cluster.incarnation(3)) == (1, 1)
-        assert [place.name for place in some.subset([1]).places] == ["toy[1]"]
+        assert [place.name for place in some.subset([1]).placements] == ["toy[1]"]
         with pytest.raises(ValueError, match="'toy' has no workers"):
             cluster.subset([])
 

@@ -210,7 +210,7 @@ def test_a_call_on_one_rank_that_lost_its_peer_names_the_peer() -> None:
 def test_a_cluster_that_was_sent_leaves_the_group_to_its_owner_and_stays_with_its_processes() -> None:
     async def main() -> None:
         cluster, handles, _ = group()
-        sent = cluster.as_sent()
+        sent = cluster.snapshot()
         handles[0].answer = handles[0].lost_its_peer(0)
         sent_handles: list[Any] = sent._handles
         sent_handles[1].become("dead")
@@ -254,7 +254,7 @@ def test_a_group_is_restarted_as_one() -> None:
         assert now_s() == began_s + executor.restart_s, "at the same time"
         assert [cluster.incarnation(rank) for rank in range(3)] == [1, 1, 1]
         assert await cluster.call(Role.work) == "rank[0]"
-        assert cluster.loss is None
+        assert cluster.group_failure is None
 
     run_virtually(main)
 
@@ -311,7 +311,7 @@ def test_a_group_that_fails_too_often_ends_the_run() -> None:
             handles[number % 3].become("dead")
             await asyncio.sleep(20)
         with pytest.raises(
-            Exception, match=r"rank is not brought back again: rank has failed 6 times|it has failed 6 times"
+            Exception, match=r"rank is not restarted again: rank has failed 6 times|it has failed 6 times"
         ):
             supervisor.failed.result()
         assert len(told.restored) == POLICY.restarts

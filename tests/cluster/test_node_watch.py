@@ -64,15 +64,15 @@ def watch_of(head: socket.socket, silent_s: float = 60.0) -> NodeWatch:
 
 def test_a_node_that_ray_calls_dead_is_lost_and_stays_so(nodes: Nodes, head: socket.socket) -> None:
     watch = watch_of(head)
-    watch.look()
-    assert watch.lost("a") is watch.lost("b") is watch.failure is None
+    watch.poll()
+    assert watch.lost_reason("a") is watch.lost_reason("b") is watch.failure is None
     nodes.dead = {"b": "no heartbeats", "another run's": "received SIGTERM"}
-    watch.look()
-    assert watch.lost("b") == LOST
-    assert watch.lost("another run's") is None
+    watch.poll()
+    assert watch.lost_reason("b") == LOST
+    assert watch.lost_reason("another run's") is None
     nodes.error = ConnectionError("Ray is gone")
-    watch.look()
-    assert (watch.lost("b"), watch.failure) == (LOST, None)
+    watch.poll()
+    assert (watch.lost_reason("b"), watch.failure) == (LOST, None)
 
 
 def test_a_node_whose_raylet_refuses_connections_is_lost_before_ray_says_so(nodes: Nodes) -> None:
@@ -80,16 +80,16 @@ def test_a_node_whose_raylet_refuses_connections_is_lost_before_ray_says_so(node
         nodes.ports = {"b": raylet.getsockname()[1]}
         watch, patient = (NodeWatch(NAMES, "a", "127.0.0.1:1", 60.0, refused_s) for refused_s in (0.0, 3600.0))
         for each in (watch, patient):
-            each.look()
-            assert each.lost("b") is None
+            each.poll()
+            assert each.lost_reason("b") is None
     for each in (watch, patient):
-        each.look()
+        each.poll()
     assert f"node1 (second, 10.0.0.2), whose raylet is gone (it refuses connections to its port {nodes.ports['b']})" == (
-        watch.lost("b")
+        watch.lost_reason("b")
     )
-    assert patient.lost("b") is None  # it has not refused for an hour
+    assert patient.lost_reason("b") is None  # it has not refused for an hour
     with socket.create_server(("127.0.0.1", nodes.ports["b"])):
-        patient.look()
+        patient.poll()
     assert patient._refusing_since_s == {}
 
 
@@ -98,15 +98,15 @@ def test_a_raylet_that_could_never_be_reached_is_left_to_ray(nodes: Nodes) -> No
         port = closed.getsockname()[1]
     nodes.ports = {"b": port}
     watch = NodeWatch(NAMES, "a", "127.0.0.1:1", 60.0, refused_s=0.0)
-    watch.look()
-    watch.look()
-    assert watch.lost("b") is None
+    watch.poll()
+    watch.poll()
+    assert watch.lost_reason("b") is None
 
 
 def test_the_node_of_this_program_is_the_end(nodes: Nodes, head: socket.socket) -> None:
     watch = watch_of(head)
     nodes.dead = {"a": "no heartbeats"}
-    watch.look()
+    watch.poll()
     assert watch.failure == "this program runs on node0 (first, 10.0.0.1), which Ray has lost (no heartbeats)"
 
 
@@ -131,8 +131,8 @@ def test_a_watch_that_was_stopped_asks_ray_for_nothing(nodes: Nodes, head: socke
     watch.stop()
     assert not any(thread.is_alive() for thread in watch._threads)
     nodes.dead = {"b": "received SIGTERM"}  # as nodes do when a cluster ends
-    watch.look()
-    assert watch.lost("b") is None
+    watch.poll()
+    assert watch.lost_reason("b") is None
 
 
 def test_work_at_a_place_ends_with_its_node(nodes: Nodes, head: socket.socket) -> None:
@@ -142,9 +142,9 @@ def test_work_at_a_place_ends_with_its_node(nodes: Nodes, head: socket.socket) -
         executor = RayExecutor(RayConfig(address="10.0.0.1:6379"))
         watch = executor._watch = watch_of(head)
         here, there = WorkerPlacement("engine", 0, 2, node="a"), WorkerPlacement("engine", 1, 2, node="b")
-        assert await executor._unless_lost(there, asyncio.sleep(0, "done")) == "done"
+        assert await executor._until_node_lost(there, asyncio.sleep(0, "done")) == "done"
         assert await executor.lost_node(there) is None
-        hanging = asyncio.ensure_future(executor._unless_lost(there, asyncio.Event().wait()))
+        hanging = asyncio.ensure_future(executor._until_node_lost(there, asyncio.Event().wait()))
         nodes.dead = {"b": "no heartbeats"}
         assert await executor.lost_node(there) == LOST
         assert await executor.lost_node(here) is None

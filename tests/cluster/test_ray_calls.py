@@ -240,7 +240,7 @@ def roles() -> Iterator[Roles]:
 
 def test_each_worker_is_a_process_of_its_own_at_its_place(roles: Roles) -> None:
     portraits = roles.run(roles.toys.call_each(Toy.self_portrait)) + roles.run(roles.other.call_each(Toy.self_portrait))
-    assert [place for place, *_ in portraits] == roles.toys.places + roles.other.places
+    assert [place for place, *_ in portraits] == roles.toys.placements + roles.other.placements
     assert [place.name for place, *_ in portraits] == ["toy[0]", "toy[1]", "other[0]"]
     assert len({os.getpid(), *(pid for _, pid, *_ in portraits)}) == 4
     cores = len(os.sched_getaffinity(0))

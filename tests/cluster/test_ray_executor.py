@@ -314,7 +314,7 @@ def test_an_address_nobody_listens_at_is_refused_soon(host: str) -> None:
 
 
 def test_an_address_somebody_listens_at_is_left_to_ray() -> None:
-    ray_connection._reach(ray.get_runtime_context().gcs_address)
-    ray_connection._reach("auto")
+    ray_connection._check_reachable(ray.get_runtime_context().gcs_address)
+    ray_connection._check_reachable("auto")
     with socket.create_server(("", 0)) as server:
-        ray_connection._reach(f"localhost:{server.getsockname()[1]}")
+        ray_connection._check_reachable(f"localhost:{server.getsockname()[1]}")

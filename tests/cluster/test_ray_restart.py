@@ -253,10 +253,10 @@ def test_a_stopped_process_is_ended_on_its_node(roles: Roles, monkeypatch: pytes
     with subprocess.Popen(["sleep", "60"]) as sleeper:
         process = PidHandle.of(sleeper.pid)
         os.kill(sleeper.pid, signal.SIGSTOP)
-        assert roles.run(ActorLocation(home.node, process).clear(10))
+        assert roles.run(ActorLocation(home.node, process).kill(10))
         assert sleeper.wait(10) == -signal.SIGKILL
-    assert roles.run(ActorLocation(home.node, process).clear(10)), "and again"
-    assert roles.run(ActorLocation("0a" * 28, process).clear(10)), "its node is gone"
+    assert roles.run(ActorLocation(home.node, process).kill(10)), "and again"
+    assert roles.run(ActorLocation("0a" * 28, process).kill(10)), "its node is gone"
 
 
 def test_a_worker_that_falls_silent_while_it_starts_again_is_given_up_and_ended(

@@ -243,8 +243,8 @@ def test_one_failure_too_many_of_a_role_ends_it(spread: bool) -> None:
         error = await watched.error()
         assert type(error) is RunError
         assert str(error) == (
-            f"toy[{ranks[5]}] failed, and toy is not brought back again: it has failed 6 times within 300 s, and 5 are "
-            f"mended. The first cause: toy[{ranks[0]}] died: killed, as number 0"
+            f"toy[{ranks[5]}] failed, and toy is not restarted again: it has failed 6 times within 300 s, and 5 "
+            f"restarts are allowed. The first cause: toy[{ranks[0]}] died: killed, as number 0"
         )
         assert len(watched.lost) == 6, "the last one too"
         assert len(watched.executor.restarts) == 5
@@ -260,7 +260,9 @@ def test_a_role_of_many_workers_may_lose_each_of_them_once_but_none_too_often(al
         assert not watched.supervisor.failed.done()
         await watched.kill(1)
         who, times, mended = ("toy[1]", 3, 2) if alone else ("it", 9, 8)
-        assert f"{who} has failed {times} times within 300 s, and {mended} are mended" in str(await watched.error())
+        assert f"{who} has failed {times} times within 300 s, and {mended} restarts are allowed" in str(
+            await watched.error()
+        )
 
     watching(use, count=8, policy=RestartPolicy(ping_s=1, restarts=2, window_s=300))
 
@@ -293,7 +295,7 @@ def test_watching_again_forgets_no_failures() -> None:
 def test_no_restarts_means_the_first_failure_ends_it() -> None:
     async def use(watched: Watched) -> None:
         await watched.kill(0)
-        assert "it has failed 1 times within 300 s, and 0 are mended" in str(await watched.error())
+        assert "it has failed 1 times within 300 s, and 0 restarts are allowed" in str(await watched.error())
         assert watched.executor.restarts == []
 
     watching(use, policy=RestartPolicy(restarts=0, window_s=300))
@@ -678,7 +680,7 @@ def test_a_failure_nobody_can_hear_any_more_is_logged(caplog: pytest.LogCaptureF
         assert task.cancelled(), "and not broken"
 
     watching(use, policy=RestartPolicy(restarts=0))
-    assert "toy[0] failed, and toy is not brought back again" in caplog.text
+    assert "toy[0] failed, and toy is not restarted again" in caplog.text
 
 
 # lost nodes
@@ -750,7 +752,7 @@ def test_a_node_that_ray_calls_lost_after_its_worker_died_ends_a_role_that_is_no
 
 
 def test_a_lost_cluster_says_who_starts_ray_again() -> None:
-    theirs, own = str(ClusterLost("it is gone")), str(ClusterLost("it is gone", own=True))
+    theirs, own = str(ClusterLost("it is gone")), str(ClusterLost("it is gone", started_here=True))
     assert ". Start Ray again, and continue from the last checkpoint with " in theirs
     assert ". Continue from the last checkpoint with " in own
 

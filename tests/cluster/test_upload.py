@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.cluster.upload import excluded, too_large
+from roll.cluster.upload import excluded, too_large_error
 
 MIB = 2**20
 
@@ -74,7 +74,7 @@ def test_weights_are_sent_where_there_is_room_for_them(project: Path) -> None:
 def test_what_is_too_large_is_named(project: Path) -> None:
     put(project / "data" / "huge.jsonl", 700 * MIB)
     put(project / "video.mp4", 90 * MIB)
-    message = str(too_large(project, "Package size (1.2GiB) exceeds the maximum size of 500MiB"))
+    message = str(too_large_error(project, "Package size (1.2GiB) exceeds the maximum size of 500MiB"))
     assert "the largest in it: data (700 MiB), video.mp4 (90 MiB)" in message
     assert "ray.runtime_env={excludes: [/data]}" in message
 

@@ -40,8 +40,8 @@ def go(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 60))
 
 
-def models(scorers: RewardModelClient, *, at_once: int = 4, patience_s: float = 20.0) -> ScorerClients:
-    made = ScorerClients(replies_at_once=at_once, askers=1, patience_s=patience_s)
+def models(scorers: RewardModelClient, *, at_once: int = 4, retry_s: float = 20.0) -> ScorerClients:
+    made = ScorerClients(replies_at_once=at_once, clients=1, retry_s=retry_s)
     made.connect(scorers)
     return made
 
@@ -137,7 +137,7 @@ def test_a_judge_that_is_not_done_in_time_is_left_and_goes_on_with_others() -> N
             await asked.replies(SAID, JudgeSampling((1,), 1.0, 900), 0.01)
         await asyncio.sleep(0.2)
         worker: JudgeWorker = cluster._handles[0]._worker  # type: ignore[attr-defined]
-        assert not worker._open
+        assert not worker._pending
         assert len(await asked.replies(SAID, GREEDY, 30)) == 1
         assert asked.take_stats()["judge"].unanswered == 1
 
@@ -204,7 +204,7 @@ def test_a_role_that_dies_is_asked_again_while_patience_lasts() -> None:
         assert worker.asked == 3
         scorers, worker = await frail(10**9)
         with pytest.raises(ScoreTimeout, match=r"reward_model\[0\] died: killed"):
-            await models(scorers, patience_s=0.3).score(SAID, 20)
+            await models(scorers, retry_s=0.3).score(SAID, 20)
 
     go(main())
 

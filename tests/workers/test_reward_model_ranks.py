@@ -18,7 +18,7 @@ from roll.cluster.mesh import MeshShape
 from roll.data import Message
 from roll.data.tokenlog import IntArray
 from roll.strategy.train.sharded.process_group import RankGroup
-from roll.workers.rank_group import meet
+from roll.workers.rank_group import join_ranks
 from roll.workers.reward_model import RewardModelWorker
 
 SAID = [Message(role="user", content="Say it."), Message(role="assistant", content="7")]
@@ -52,7 +52,7 @@ async def asked(folder: Path, worker: type[OneFails]) -> list[BaseException | No
     executor = LocalExecutor(DEADLINE_S)
     places = [WorkerPlacement("reward_model", rank, 2, threads=1, mesh=MeshShape(shard=2)) for rank in range(2)]
     try:
-        cluster = await meet(await Cluster.start(executor, lambda place: worker(place, settings), places))
+        cluster = await join_ranks(await Cluster.start(executor, lambda place: worker(place, settings), places))
         await cluster.call(RewardModelWorker.set_residency, "all")
         return [await failure(cluster) for _ in range(2)]
     finally:

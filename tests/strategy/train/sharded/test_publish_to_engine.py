@@ -18,7 +18,7 @@ from roll.strategy.train.policy import PolicyTrainer
 from roll.weight_sync.rendezvous import Path, WeightAnnouncement
 from roll.workers.infer import InferWorker
 from roll.workers.publish import publish
-from roll.workers.rank_group import meet
+from roll.workers.rank_group import join_ranks
 from roll.workers.train import TrainWorker
 
 TINY = FilePath(__file__).parents[4] / "examples" / "tiny.yaml"
@@ -54,7 +54,7 @@ async def published(config: Config) -> None:
     workers = LocalExecutor(120)
     try:
         ranks = [WorkerPlacement("actor_train", rank, 2, threads=1, mesh=MeshShape(shard=2)) for rank in range(2)]
-        actor = await meet(await Cluster.start(workers, partial(Damaged, config=config), ranks))
+        actor = await join_ranks(await Cluster.start(workers, partial(Damaged, config=config), ranks))
         engines = await Cluster.start(
             workers, partial(InferWorker, config=config, own_weights=True), [WorkerPlacement("actor_infer", threads=1)]
         )
