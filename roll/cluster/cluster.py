@@ -199,9 +199,7 @@ class Cluster(Generic[W]):
         """Calls a `@dispatch` method with the same arguments on every worker; returns one result per rank. For the ranks
         of a mesh the method must be `Dispatch.ALL`: only those have a result per rank."""
         if self.is_group and dispatch_of(method).dispatch is not Dispatch.ALL:
-            raise TypeError(
-                f"{method.__qualname__} has no result of its own on each rank: only methods for all workers have"
-            )
+            raise TypeError(f"{method.__qualname__} has no result per rank: only methods dispatched to all workers have")
         dispatch_of(method)
         return await self._call_all(method, args, kwargs)
 

@@ -157,7 +157,7 @@ class ProcessHandle:
             packed = bytes(cloudpickle.dumps(CallMessage(method, tuple(args), kwargs)))
         except Exception as error:
             raise TypeError(
-                f"{self.placement.name}.{method} cannot be called with what cannot be sent: {error}"
+                f"{self.placement.name}.{method} cannot be called: its arguments cannot be pickled: {error}"
             ) from error
         if isinstance(args, SharedArguments):
             args.packed = packed

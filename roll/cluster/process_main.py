@@ -149,7 +149,7 @@ class _Server:
 
 
 async def _get(refs: Sequence[Any]) -> Sequence[Columns]:
-    raise RunError("a batch refers to tokens elsewhere, but the workers of the local executor are sent all tokens")
+    raise RunError("a batch refers to tokens in another process, but the local executor sends all tokens with it")
 
 
 def _ignore_signal(number: int, _: Any) -> None:

@@ -250,7 +250,7 @@ class RayHandle:
         return BatchedClient(self.placement.name, post, answers, self._deadline_s)
 
     def _unsendable(self, method: str, error: Exception) -> TypeError:
-        return TypeError(f"{self.placement.name}.{method} cannot be called with what cannot be sent: {error}")
+        return TypeError(f"{self.placement.name}.{method} cannot be called: its arguments cannot be pickled: {error}")
 
     async def ping(self, deadline_s: float) -> None:
         try:

@@ -31,11 +31,11 @@ def make_policies(config: Config, tasks: TaskSet) -> tuple[TaskSampler, Filter]:
     task_sampler = make_task_sampler(
         tasks.train,
         config.seed,
-        order=rollout.task_order,
+        task_order=rollout.task_order,
         sampler=config.tasks.sampler,
         weights=config.domain_weights,
         oversample=rollout.oversample,
-        cut=rollout.batch_selection,
+        batch_selection=rollout.batch_selection,
         window=rollout.lookahead,
         groups_per_step=rollout.groups_per_step,
         root=config.root,

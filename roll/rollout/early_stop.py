@@ -97,7 +97,7 @@ class UserStop:
             verdict = self.function(running)
         except Exception as error:
             raise RunError(
-                f"the early end {self.name!r} failed on a response to task {running.task.id!r}: "
+                f"the early stop {self.name!r} failed on a response to task {running.task.id!r}: "
                 f"{type(error).__name__}: {error}"
             ) from error
         if verdict is None or verdict is False:
@@ -107,7 +107,7 @@ class UserStop:
         if isinstance(verdict, str) and verdict:
             return verdict
         raise RunError(
-            f"the early end {self.name!r} gave {verdict!r}: it gives the reason to end a response or None to "
+            f"the early stop {self.name!r} returned {verdict!r}: return the reason to end a response or None to "
             "continue it, or True to end it and False to continue it"
         )
 

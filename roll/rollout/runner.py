@@ -267,7 +267,7 @@ class SampleRunner:
             try:
                 assignment = await self._assignments.wait_for(sample.id, self._assignment_deadline_s)
             except TimeoutError:
-                raise _AttemptFailed(f"no engine had a place for it for {self._assignment_deadline_s:g} s") from None
+                raise _AttemptFailed(f"no engine had a free slot for it for {self._assignment_deadline_s:g} s") from None
             self._lifecycle.move(
                 sample, "generating", engine=assignment.engine, worker=self._worker, version=assignment.version
             )

@@ -185,7 +185,7 @@ class RolloutWorker(Worker):
 
     def _execute_sample_command(self, command: SampleCommand) -> None:
         runner = self._runner
-        assert runner is not None, "a rollout worker is connected before it is told anything"
+        assert runner is not None, "a rollout worker is connected before it gets commands"
         if command.action != "drop":
             runner.stop(command)
         elif (task := self._tasks.get(command.sample)) is not None:
@@ -244,7 +244,7 @@ class RolloutWorker(Worker):
 
     @dispatch(Dispatch.ALL)
     async def cancel(self, keys: Sequence[str]) -> None:
-        """Cancels leases and forgets their samples; unknown keys are ignored."""
+        """Cancels leases and removes their samples; unknown keys are ignored."""
         for lease in [self._leases[key] for key in keys if key in self._leases]:
             if lease.running is not None:
                 lease.running.cancel()

@@ -37,7 +37,7 @@ class BatchSelector:
     @property
     def in_order(self) -> bool:
         """Whether the step waits for older groups that are still open."""
-        return self.batch_policy.cut == "in_order" and (
+        return self.batch_policy.batch_selection == "in_order" and (
             self.config.staleness_policy == "wait" or not self.config.max_staleness
         )
 
@@ -67,7 +67,12 @@ class BatchSelector:
         return sorted({g.index: g for g in (*needed, *self.late_groups())}.values(), key=lambda group: group.index)
 
     def pick(self) -> list[Group]:
-        """The groups of the batch: first those that would be too old for the next step, then in the order of `cut`."""
-        groups = self.table.ready_in_order() if self.batch_policy.cut == "in_order" else list(self.table.ready.values())
+        """The groups of the batch: those that would be too old for the next step come first, then the order is that of
+        `batch_selection`."""
+        groups = (
+            self.table.ready_in_order()
+            if self.batch_policy.batch_selection == "in_order"
+            else list(self.table.ready.values())
+        )
         groups.sort(key=lambda group: (old := group.oldest) is not None and old > self.limit)
         return sorted(groups[: self.config.groups_per_step], key=lambda group: group.index)

@@ -55,37 +55,39 @@ def majority_at(answers: Sequence[Hashable | None], solved: Sequence[bool], k: i
     if not 1 <= k <= made:
         raise ValueError(f"maj@{k} needs {k} attempts, but there are {made}")
     counts = Counter(answer for answer in answers if answer is not None)
-    worth = {
+    correctness = {
         answer: fmean(s for a, s in zip(answers, solved, strict=True) if a == answer) for answer in counts
     }  # correctness by answer
-    silent = made - counts.total()
+    unanswered = made - counts.total()
     total = 0.0
     for votes in range(1, min(k, max(counts.values(), default=0)) + 1):
         ties = k // votes
         ways = [[0] * (k + 1) for _ in range(ties + 1)]
         right = [[0.0] * (k + 1) for _ in range(ties + 1)]
-        for chosen in range(min(silent, k) + 1):
-            ways[0][chosen] = math.comb(silent, chosen)
+        for chosen in range(min(unanswered, k) + 1):
+            ways[0][chosen] = math.comb(unanswered, chosen)
         for answer, count in counts.items():
-            ways, right = _with_answer(ways, right, count, worth[answer], votes, k)
+            ways, right = _with_answer(ways, right, count, correctness[answer], votes, k)
         total += sum(right[t][k] / t for t in range(1, ties + 1))
     return total / math.comb(made, k)
 
 
 def _with_answer(
-    ways: list[list[int]], right: list[list[float]], count: int, worth: float, votes: int, k: int
+    ways: list[list[int]], right: list[list[float]], count: int, correctness: float, votes: int, k: int
 ) -> tuple[list[list[int]], list[list[float]]]:
     """The tables of `majority_at` after one more answer, which `count` attempts have."""
     more_ways = [[0] * (k + 1) for _ in ways]
     more_right = [[0.0] * (k + 1) for _ in ways]
-    for given in range(min(count, votes) + 1):
-        times, wins = math.comb(count, given), given == votes
+    for votes_given in range(min(count, votes) + 1):
+        times, wins = math.comb(count, votes_given), votes_given == votes
         for tied in range(len(ways) - wins):
-            for chosen in range(k + 1 - given):
+            for chosen in range(k + 1 - votes_given):
                 before = ways[tied][chosen]
                 if before:
-                    more_ways[tied + wins][chosen + given] += times * before
-                    more_right[tied + wins][chosen + given] += times * (right[tied][chosen] + wins * worth * before)
+                    more_ways[tied + wins][chosen + votes_given] += times * before
+                    more_right[tied + wins][chosen + votes_given] += times * (
+                        right[tied][chosen] + wins * correctness * before
+                    )
     return more_ways, more_right
 
 
@@ -113,8 +115,8 @@ def mean_of(strata: Sequence[Sequence[Sequence[float]]], *, shares: bool, answer
     variance = math.fsum(variances) / len(strata) ** 2
     quantile = student_quantile(0.5 + CONFIDENCE / 2, tasks - len(strata))
     if not shares:
-        reach = quantile * math.sqrt(variance)
-        return MeanEstimate(value, value - reach, value + reach, tasks)
+        half_width = quantile * math.sqrt(variance)
+        return MeanEstimate(value, value - half_width, value + half_width, tasks)
     independent = len(strata) ** 2 / math.fsum(1 / len(stratum) for stratum in strata)
     if 0 < value < 1:
         independent = min(value * (1 - value) / variance, answers or values) if variance else answers or values
@@ -125,16 +127,16 @@ def _variance(stratum: Sequence[Sequence[float]], mean: float, count: int) -> fl
     """Variance of the mean of a stratum's values; values of one task may be correlated in any way."""
     if len(stratum) < 2:
         return 0.0
-    off = math.fsum(math.fsum(value - mean for value in task) ** 2 for task in stratum)
-    return off / count**2 * len(stratum) / (len(stratum) - 1)
+    squared_errors = math.fsum(math.fsum(value - mean for value in task) ** 2 for task in stratum)
+    return squared_errors / count**2 * len(stratum) / (len(stratum) - 1)
 
 
 def wilson(share: float, count: float, quantile: float) -> tuple[float, float]:
     """Wilson's interval for a share of `count` independent answers."""
     scale = quantile**2 / count
     middle = (share + scale / 2) / (1 + scale)
-    reach = quantile / (1 + scale) * math.sqrt(share * (1 - share) / count + scale / (4 * count))
-    return max(0.0, min(share, middle - reach)), min(1.0, max(share, middle + reach))
+    half_width = quantile / (1 + scale) * math.sqrt(share * (1 - share) / count + scale / (4 * count))
+    return max(0.0, min(share, middle - half_width)), min(1.0, max(share, middle + half_width))
 
 
 def student_quantile(probability: float, degrees: int) -> float:

@@ -264,65 +264,66 @@ class Evaluator:
         if not self._sets:
             return None
         sets = {name: self._samples(name, step) for name in self._sets}
-        samples = [sample for asked in sets.values() for sample in asked]
+        samples = [sample for answers in sets.values() for sample in answers]
         for sample in samples:
             self._lifecycle.move(sample, "queued")
         try:
             await structured_gather(self._pool.run(s.id, [s], self._lifecycle, priority=PRIORITY) for s in samples)
-            return Evaluation({name: await self._judged(name, asked) for name, asked in sets.items()}, step)
+            return Evaluation({name: await self._evaluate_set(name, answers) for name, answers in sets.items()}, step)
         finally:
             await self._pool.tokens.release(samples)
 
     def _samples(self, name: str, step: int) -> list[Sample]:
         settings = self._config.settings(name)
         prefix = f"eval.{step}" if name == HELD_OUT else f"eval.{step}.{name}"
-        asked = questions(self._sets[name], settings)
+        tasks = questions(self._sets[name], settings)
         votes = bool(settings.majority_at)
         return [
             Sample(f"{prefix}.{i}", task, i, settings.temperature, records=False, votes=votes)
-            for i, task in enumerate(asked)
+            for i, task in enumerate(tasks)
         ]
 
-    async def _judged(self, name: str, samples: list[Sample]) -> SetEvaluation:
-        whole, settings = EvalScore.of(samples), self._config.settings(name)
-        if whole is None:
+    async def _evaluate_set(self, name: str, samples: list[Sample]) -> SetEvaluation:
+        overall, settings = EvalScore.of(samples), self._config.settings(name)
+        if overall is None:
             where = "" if name == HELD_OUT else f" of eval.sets.{name}"
             raise RunError(f"no held-out answer{where} could be judged; the first reason: {samples[0].reason}")
         domains = self._scores(samples)
-        apart = self._by_domain and name == HELD_OUT
+        by_domain = self._by_domain and name == HELD_OUT
         scored = [sample for sample in samples if sample.state == "scored"]
         strata = [
-            list(_by_task(sample for sample in scored if not apart or sample.task.domain == domain).values())
-            for domain in (domains if apart else [""])
+            list(_by_task(sample for sample in scored if not by_domain or sample.task.domain == domain).values())
+            for domain in (domains if by_domain else [""])
         ]
         return SetEvaluation(
             name=name,
             tasks=len({sample.task.id for sample in samples}),
             attempts=settings.attempts,
             samples=len(samples),
-            failed=whole.failed,
+            failed=overall.failed,
             temperature=settings.temperature,
             solved_at=settings.solved_at,
-            reward=mean_of([[[s.reward for s in task] for task in tasks] for tasks in strata], shares=whole.binary),
-            binary=whole.binary,
-            pass_at=_of_tasks(strata, settings.pass_at, lambda task, k: _pass_at(task, k, settings.solved_at)),
-            majority_at=_of_tasks(
+            reward=mean_of([[[s.reward for s in task] for task in tasks] for tasks in strata], shares=overall.binary),
+            binary=overall.binary,
+            pass_at=_estimates_by_k(strata, settings.pass_at, lambda task, k: _pass_at(task, k, settings.solved_at)),
+            majority_at=_estimates_by_k(
                 strata, settings.majority_at, lambda task, k: _majority_at(task, k, settings.solved_at)
             ),
-            tokens_mean=whole.tokens_mean,
-            parts=whole.parts,
-            domains=domains if apart or len(domains) > 1 else {},
+            tokens_mean=overall.tokens_mean,
+            parts=overall.parts,
+            domains=domains if by_domain or len(domains) > 1 else {},
             failures=failures_of(samples),
-            answers=await self._shown(name, samples, settings.attempts),
+            answers=await self._sample_answers(name, samples, settings.attempts),
         )
 
-    async def _shown(self, name: str, samples: Sequence[Sample], attempts: int) -> list[EvalAnswer]:
+    async def _sample_answers(self, name: str, samples: Sequence[Sample], attempts: int) -> list[EvalAnswer]:
         """The first answer to each of the first `eval.show` questions."""
         first = samples[:: attempts or 1][: self._config.show]
-        shown = [s for s in first if s.finish is not None and self._pool.tokens.locate(s) is not None]
-        texts = await self._pool.tokens.texts(shown)
+        available = [s for s in first if s.finish is not None and self._pool.tokens.locate(s) is not None]
+        texts = await self._pool.tokens.texts(available)
         return [
-            EvalAnswer(s.task.question or s.task.id, text, s.reward, name) for s, text in zip(shown, texts, strict=True)
+            EvalAnswer(s.task.question or s.task.id, text, s.reward, name)
+            for s, text in zip(available, texts, strict=True)
         ]
 
     def _scores(self, samples: Sequence[Sample]) -> dict[str, EvalScore]:
@@ -339,12 +340,14 @@ def questions(pools: Sequence[Sequence[Task]], settings: EvalSettings) -> list[T
     questions, with every task of a pool equally often, give or take one. With `attempts`: every chosen task that many
     times."""
     if not settings.attempts and settings.samples:
-        turns = (divmod(number, len(pools)) for number in range(settings.samples))
-        return [pools[which][turn % len(pools[which])] for turn, which in turns]
+        rounds = (divmod(number, len(pools)) for number in range(settings.samples))
+        return [pools[which][round_number % len(pools[which])] for round_number, which in rounds]
     attempts = settings.attempts or 1
-    in_turn = (pool[turn] for turn in range(max(map(len, pools))) for pool in pools if turn < len(pool))
-    asked = islice(in_turn, settings.samples // attempts if settings.samples else None)
-    return [task for task in asked for _ in range(attempts)]
+    round_robin = (
+        pool[round_number] for round_number in range(max(map(len, pools))) for pool in pools if round_number < len(pool)
+    )
+    chosen = islice(round_robin, settings.samples // attempts if settings.samples else None)
+    return [task for task in chosen for _ in range(attempts)]
 
 
 def _by_task(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
@@ -354,14 +357,14 @@ def _by_task(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
     return tasks
 
 
-def _of_tasks(
-    strata: Sequence[Sequence[Sequence[Sample]]], ks: Sequence[int], of: Callable[[Sequence[Sample], int], float]
+def _estimates_by_k(
+    strata: Sequence[Sequence[Sequence[Sample]]], ks: Sequence[int], estimate: Callable[[Sequence[Sample], int], float]
 ) -> dict[int, MeanEstimate]:
     """For each k, the mean of `of(task, k)` over the tasks with at least k scored answers; without such tasks k is left
     out."""
     found: dict[int, MeanEstimate] = {}
     for k in sorted(set(ks)):
-        values = [[[of(task, k)] for task in tasks if len(task) >= k] for tasks in strata]
+        values = [[[estimate(task, k)] for task in tasks if len(task) >= k] for tasks in strata]
         if values := [stratum for stratum in values if stratum]:
             answers = sum(len(task) for tasks in strata for task in tasks if len(task) >= k)
             found[k] = mean_of(values, shares=True, answers=answers)
@@ -397,7 +400,7 @@ def failures_of(samples: Sequence[Sample]) -> list[EvalFailure]:
     for sample in samples:
         if sample.state == "failed":
             reasons.setdefault((sample.task.domain, sample.reason.partition(":")[0]), []).append(sample.reason)
-    return [EvalFailure(domain, kind, len(said), sizes[domain], said[0]) for (domain, kind), said in reasons.items()]
+    return [EvalFailure(domain, kind, len(texts), sizes[domain], texts[0]) for (domain, kind), texts in reasons.items()]
 
 
 def part_means(samples: Sequence[Sample]) -> dict[str, float]:

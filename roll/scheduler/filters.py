@@ -39,10 +39,10 @@ def no_signal_in_turns(discount: float) -> Filter:
             return None
         turns = [sample.turn_rewards for sample in group.scored]
         states = np.array([state for sample in group.scored for state in sample.turn_states])
-        earned, offsets = np.array([reward for some in turns for reward in some]), np.cumsum([0, *map(len, turns)])
-        if turn_relative(returns_of(earned, offsets, discount), states, np.zeros(len(states)), False).any():
+        rewards, offsets = np.array([reward for some in turns for reward in some]), np.cumsum([0, *map(len, turns)])
+        if turn_relative(returns_of(rewards, offsets, discount), states, np.zeros(len(states)), False).any():
             return None
-        return f"{reason}, also what turns in the same state led to"
+        return f"{reason}, also those of turns in the same state"
 
     return judge
 
@@ -66,9 +66,9 @@ def mean_range(low: float, high: float) -> Filter:
 FILTERS: dict[str, Filter] = {"no_signal": no_signal, "none": keep_all}
 
 
-def by_domain(filters: Mapping[str, Filter], otherwise: Filter) -> Filter:
+def by_domain(filters: Mapping[str, Filter], default: Filter) -> Filter:
     """Filters each group with the filter of its task's domain, or with `otherwise`."""
-    return lambda group: filters.get(group.task.domain, otherwise)(group)
+    return lambda group: filters.get(group.task.domain, default)(group)
 
 
 def make_filter(
@@ -88,10 +88,10 @@ def make_filter(
         return FILTERS[name]
     if name == "mean_range":
         return mean_range(low, high)
-    return _users_filter(name, load_user_code(name, what=setting, known=[*FILTERS, "mean_range"], root=root))
+    return _user_filter(name, load_user_code(name, what=setting, known=[*FILTERS, "mean_range"], root=root))
 
 
-def _users_filter(name: str, function: Callable[[Group], Any]) -> Filter:
+def _user_filter(name: str, function: Callable[[Group], Any]) -> Filter:
     def judge(group: Group) -> str | None:
         try:
             verdict = function(group)
@@ -107,7 +107,7 @@ def _users_filter(name: str, function: Callable[[Group], Any]) -> Filter:
         if isinstance(verdict, str) and verdict:
             return verdict
         raise RunError(
-            f"the filter {name!r} gave {verdict!r}: a filter gives the reason to drop a group or None to keep it, "
+            f"the filter {name!r} returned {verdict!r}: return the reason to drop a group or None to keep it, "
             "or True to keep it and False to drop it"
         )
 

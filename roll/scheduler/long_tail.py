@@ -149,41 +149,43 @@ class TailBatching(SamplerWrapper):
         self._remaining = state["left"]
 
 
-ORDERS = ("in_order", "longest_first", "tail_batching")
+TASK_ORDERS = ("in_order", "longest_first", "tail_batching")
 
 
 def make_task_sampler(
     tasks: Sequence[Task],
     seed: int,
     *,
-    order: str,
+    task_order: str,
     sampler: str,
     weights: Mapping[str, float],
     oversample: float,
-    cut: Literal["in_order", "first_finished"],
+    batch_selection: Literal["in_order", "first_finished"],
     window: int,
     groups_per_step: int,
     root: str | os.PathLike[str] | None = None,
 ) -> TaskSampler:
     """Creates the task sampler that the config names. A user's class is called with the base sampler to wrap."""
-    base: EpochSampler | SolveRateSampler = EpochSampler(tasks, seed, weights, BatchPolicy(oversample, cut))
+    base: EpochSampler | SolveRateSampler = EpochSampler(tasks, seed, weights, BatchPolicy(oversample, batch_selection))
     if sampler == "solve_rate":
         base = SolveRateSampler(base, seed)
     elif sampler != "epochs":
         raise UserError(f"tasks.sampler is {sampler!r}: write 'epochs' or 'solve_rate'")
-    if order == "in_order":
+    if task_order == "in_order":
         return base
-    if order == "longest_first":
+    if task_order == "longest_first":
         return LongestFirst(base, window)
-    if order == "tail_batching":
+    if task_order == "tail_batching":
         if oversample * groups_per_step < 1 - 1e-9:
             raise UserError(
-                "rollout.task_order is tail_batching, which cuts what a step does not need, but rollout.oversample is "
+                "rollout.task_order is tail_batching, which needs surplus groups to cut, but rollout.oversample is "
                 f"{oversample:g} of {groups_per_step} groups, less than one: write {max(0.25, 1 / groups_per_step):g} or "
                 "more"
             )
         return TailBatching(base, groups_per_step, oversample)
-    return _user_sampler(order, load_user_code(order, what="rollout.task_order", known=ORDERS, root=root), base)
+    return _user_sampler(
+        task_order, load_user_code(task_order, what="rollout.task_order", known=TASK_ORDERS, root=root), base
+    )
 
 
 _REQUIRED_METHODS = {

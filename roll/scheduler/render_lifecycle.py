@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from roll.rollout.lifecycle import MOVES
 
-_PLACES = {
+_POSITIONS = {
     "new": (60, 170),
     "queued": (190, 170),
     "generating": (370, 170),
@@ -71,14 +71,14 @@ def _arrow(start: str, end: str) -> str:
 
 def _edge(state: str, towards: str) -> tuple[float, float]:
     """The point where a line from the centre of a box to another one crosses its border."""
-    (x, y), (tx, ty) = _PLACES[state], _PLACES[towards]
+    (x, y), (tx, ty) = _POSITIONS[state], _POSITIONS[towards]
     dx, dy = tx - x, ty - y
     scale = min(_HALF_W / abs(dx) if dx else 9.0, _HALF_H / abs(dy) if dy else 9.0)
     return x + dx * scale, y + dy * scale
 
 
 def _box(state: str) -> str:
-    x, y = _PLACES[state]
+    x, y = _POSITIONS[state]
     fill = _ENDS.get(state, "#ebf8ff")
     return (
         f'<rect x="{x - _HALF_W}" y="{y - _HALF_H}" width="{2 * _HALF_W}" height="{2 * _HALF_H}" rx="8" fill="{fill}"'
@@ -87,15 +87,15 @@ def _box(state: str) -> str:
 
 
 def _legend() -> list[str]:
-    said = [
-        (_FORWARD, "goes on"),
-        (_COLOURS["queued"], "lost its engine or worker: again"),
+    labels = [
+        (_FORWARD, "continues"),
+        (_COLOURS["queued"], "requeued: lost its engine or worker"),
         (_COLOURS["failed"], "cannot be generated or judged"),
-        (_COLOURS["dropped"], "not worth it, or too late"),
+        (_COLOURS["dropped"], "filtered out, or too late"),
     ]
     return [
         f'<text x="{20 + 230 * number}" y="428" fill="{colour}" font-size="13">— {text}</text>'
-        for number, (colour, text) in enumerate(said)
+        for number, (colour, text) in enumerate(labels)
     ]
 
 

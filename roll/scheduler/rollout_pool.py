@@ -125,7 +125,7 @@ class RolloutPool:
     ) -> None:
         if key in self._in_flight:
             self._router.release(reservation)
-            raise ValueError(f"the lease {key!r} is out already")
+            raise ValueError(f"the lease {key!r} is in flight already")
         name = (
             key if samples[0].tries == 1 else f"{key}~{samples[0].tries}"
         )  # reports on an earlier try must not match this lease

@@ -309,11 +309,11 @@ class RolloutScheduler:
         if self._greedy_baseline:
             samples.append(Sample(f"{index}.{config.group_size}", draw.task, index, 0.0, priority=priority, greedy=True))
         group = Group(index, draw.task, samples, draw.epoch, priority, self._version)
-        said: dict[str, Any] = {"task": draw.task.id, "group": index, "domain": draw.task.domain}
+        info: dict[str, Any] = {"task": draw.task.id, "group": index, "domain": draw.task.domain}
         if priority:
-            said["priority"] = priority
+            info["priority"] = priority
         for sample in samples:
-            self._lifecycle.move(sample, "queued", **({**said, "greedy": True} if sample.greedy else said))
+            self._lifecycle.move(sample, "queued", **({**info, "greedy": True} if sample.greedy else info))
         self._group_table.issue(group)
         self._group_tasks.start(group)
         return group

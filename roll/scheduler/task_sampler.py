@@ -44,7 +44,7 @@ class BatchPolicy:
 
     oversample: float = 0.0
     """Groups issued beyond `groups_per_step`, as a share of it."""
-    cut: Literal["in_order", "first_finished"] = "in_order"
+    batch_selection: Literal["in_order", "first_finished"] = "in_order"
     """Which groups form the batch: the oldest issued, or the first to finish."""
 
 
@@ -314,7 +314,7 @@ class SolveRateSampler(SamplerWrapper):
 
     def state(self) -> dict[str, Any]:
         seen = {id: list(record) for id, record in self._seen.items()}
-        return {**super().state(), "seen": seen, "news": [list(news) for news in self._new_results]}
+        return {**super().state(), "seen": seen, "news": [list(entry) for entry in self._new_results]}
 
     def restore(self, state: dict[str, Any]) -> None:
         super().restore(state)

@@ -86,8 +86,8 @@ class TokenRegistry:
         return [transcript for (transcript,) in await asyncio.gather(*calls)]
 
     async def write(self, step: int, final_states: Sequence[FinalState], overwrite: bool = False) -> None:
-        """Has the workers write the samples of a step into the run's folder. `again` overwrites the parts of workers that
-        still hold samples of the step; parts of workers that have died since stay as they are."""
+        """Has the workers write the samples of a step into the run's folder. `overwrite` replaces the parts of workers
+        that still hold samples of the step; parts of workers that have died since stay as they are."""
         parts: dict[int, list[FinalState]] = {} if overwrite else {worker: [] for worker in self._live_workers}
         for final in final_states:
             location = self._locations.get(final.sample)

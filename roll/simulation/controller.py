@@ -70,11 +70,11 @@ class SimRun:
         self.task_sampler = order or make_task_sampler(
             self.tasks,
             0,
-            order=self.config.task_order,
+            task_order=self.config.task_order,
             sampler="epochs",
             weights={},
             oversample=self.config.oversample,
-            cut=self.config.batch_selection,
+            batch_selection=self.config.batch_selection,
             window=self.config.lookahead,
             groups_per_step=workload.groups_per_step,
         )

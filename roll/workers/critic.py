@@ -36,7 +36,7 @@ class CriticWorker(GroupWorker):
     @property
     def strategy(self) -> ValueStrategy:
         """The Parallel Strategy of this rank's part of the critic; available once the ranks have joined their group."""
-        assert self._strategy is not None, "the ranks of a role meet before they compute"
+        assert self._strategy is not None, "the ranks of a role join their process group before they compute"
         return self._strategy
 
     @dispatch(Dispatch.DATA, join=join_tokens)

@@ -63,7 +63,10 @@ class JudgeWorker(DeviceWorker):
         prompt = self._prompt(messages)
         budget = min(judge_sampling.max_tokens, self._context - len(prompt))
         if budget < 1:
-            raise ValueError(f"the judge is shown {len(prompt)} tokens, which leaves no room in its {self._context}")
+            raise ValueError(
+                f"the judge's prompt has {len(prompt)} tokens, which leaves none for a reply in its context of "
+                f"{self._context}"
+            )
         if not await self._residency_gate.wait_resident():
             return None
         for number, seed in enumerate(judge_sampling.seeds):
@@ -79,7 +82,7 @@ class JudgeWorker(DeviceWorker):
 
     @dispatch(Dispatch.ONE)
     def cancel(self, question: str) -> None:
-        """Aborts the replies to a question that its caller has given up."""
+        """Aborts the replies to a question that its caller no longer waits for."""
         self._engine.strategy.abort([id for id in self._pending if id.rpartition(".")[0] == question])
 
     @dispatch(Dispatch.ALL)

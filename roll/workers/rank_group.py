@@ -55,7 +55,7 @@ class GroupWorker(DeviceWorker):
 
         from roll.strategy.train.sharded.process_group import RankGroup
 
-        assert self.placement.mesh is not None, "only the ranks of a mesh meet"
+        assert self.placement.mesh is not None, "only the ranks of a mesh join a process group"
         device = torch.device(self.placement.device)
         self.rendezvous = rendezvous
         self.build(RankGroup(self.placement.rank, self.placement.mesh, rendezvous, device, self._store))

@@ -66,7 +66,7 @@ class RewardModelWorker(GroupWorker):
     @property
     def strategy(self) -> RewardStrategy:
         """The Parallel Strategy of this rank's part of the model; available once the ranks have joined their group."""
-        assert self._strategy is not None, "the ranks of a role meet before they compute"
+        assert self._strategy is not None, "the ranks of a role join their process group before they compute"
         return self._strategy
 
     @dispatch(Dispatch.ONE, raises=(ValueError,))

@@ -178,7 +178,7 @@ class ScorerClients:
                     return answer
 
     def _cancel_replies(self, rank: int, question: str) -> None:
-        """Has a judge abort the replies to a question that was given up."""
+        """Has a judge abort the replies to a question that nobody waits for any longer."""
 
         async def cancel() -> None:
             with suppress(RemoteError):

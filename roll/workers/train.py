@@ -80,7 +80,7 @@ class TrainWorker(GroupWorker):
     @dispatch(Dispatch.ONE)
     def weights(self, version: int) -> Weights:
         """The weights by reference, as a version that engines in this process can load and verify."""
-        assert isinstance(self._strategy, SingleStrategy), "only a model that is here whole is shared within a process"
+        assert isinstance(self._strategy, SingleStrategy), "only an unsharded model is shared within a process"
         return self._strategy.weights(version)
 
     @dispatch(Dispatch.ONE)
@@ -152,7 +152,7 @@ class TrainWorker(GroupWorker):
     @property
     def strategy(self) -> TrainStrategy:
         """The Parallel Strategy of this rank's part of the model; available once the ranks have joined their group."""
-        assert self._strategy is not None, "the ranks of a role meet before they compute"
+        assert self._strategy is not None, "the ranks of a role join their process group before they compute"
         return self._strategy
 
     async def close(self) -> None:

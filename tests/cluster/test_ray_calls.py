@@ -327,7 +327,7 @@ def test_what_goes_wrong_with_one_of_a_crowd_is_its_own(roles: Roles) -> None:
         assert isinstance(error, WorkerError)
         assert "an argument or a result that cannot be sent to another process" in str(error)
     assert isinstance(late, CallTimedOut)
-    assert str(uncalled).startswith("toy[0].in_a_crowd cannot be called with what cannot be sent")
+    assert str(uncalled).startswith("toy[0].in_a_crowd cannot be called: its arguments cannot be pickled")
 
 
 # data by reference
@@ -482,7 +482,9 @@ def test_a_result_that_cannot_travel_is_an_error_of_its_worker(roles: Roles, mak
 
 
 def test_an_argument_that_cannot_travel_is_an_error_that_names_the_call(roles: Roles) -> None:
-    with pytest.raises(TypeError, match=r"^toy\[0\]\.first cannot be called with what cannot be sent: .*'_thread\.lock'"):
+    with pytest.raises(
+        TypeError, match=r"^toy\[0\]\.first cannot be called: its arguments cannot be pickled: .*'_thread\.lock'"
+    ):
         roles.run(roles.toys.call(Toy.first, threading.Lock()))
     with pytest.raises(WorkerError, match=r"^toy\[0\] failed in first: ValueError: .*not a number"):
         roles.run(roles.toys.call(Toy.first, Brittle()))

@@ -159,8 +159,8 @@ def test_a_users_function_names_its_reason_or_says_end() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("fails", "the early end 'ends.py:fails' failed on a response to task 't': AttributeError"),
-        ("number", "the early end 'ends.py:number' gave 1: it gives the reason"),
+        ("fails", "the early stop 'ends.py:fails' failed on a response to task 't': AttributeError"),
+        ("number", "the early stop 'ends.py:number' returned 1: return the reason"),
     ],
 )
 def test_a_users_function_that_fails_is_named(name: str, says: str) -> None:

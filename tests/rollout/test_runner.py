@@ -237,7 +237,7 @@ def test_a_sample_that_gets_no_seat_in_time_fails() -> None:
         run = await setting(deadline_s=5)
         sample = run.sample(engine=None)
         await run.runner.run(sample)
-        assert (sample.state, sample.reason) == ("failed", "no engine had a place for it for 1800 s")
+        assert (sample.state, sample.reason) == ("failed", "no engine had a free slot for it for 1800 s")
         assert run.moves.of("4.2") == ["queued", "failed"]
 
     go(main())

@@ -251,7 +251,7 @@ def test_who_is_waited_for_too_long_is_dropped() -> None:
         (late,) = [g for g in second.groups if g.index == 1]
         assert {s.state for s in late.samples} == {"dropped"}
         assert late.samples[0].reason == "stale: not finished 50 s after its step was due"
-        assert second.dropped == {"staleness_policy": 1}
+        assert second.dropped == {"stale": 1}
         await turns(40)
         assert sorted(run.runner.cancelled) == ["1.0", "1.1"]
         await run.scheduler.close()
@@ -272,7 +272,7 @@ def test_when_dropping_nobody_waits_and_what_is_too_old_is_dropped_before_the_we
         assert run.moves.reasons("1.0")[-1] == ("dropped", "stale: 2 versions old at version 2")
         rollout = await run.step()
         assert 1 in indices(rollout.groups)
-        assert rollout.dropped == {"staleness_policy": 1}
+        assert rollout.dropped == {"stale": 1}
         await run.scheduler.close()
 
     go(main())

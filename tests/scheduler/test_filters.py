@@ -130,8 +130,8 @@ def test_a_users_function_may_lie_in_a_module_or_under_another_root(
     ("function", "says"),
     [
         ("fails", "the filter 'mine.py:fails' failed on group 7 of task 't': AttributeError: .*'nothing'"),
-        ("empty", "the filter 'mine.py:empty' gave '': a filter gives the reason"),
-        ("number", "the filter 'mine.py:number' gave 1: a filter gives the reason"),
+        ("empty", "the filter 'mine.py:empty' returned '': return the reason"),
+        ("number", "the filter 'mine.py:number' returned 1: return the reason"),
     ],
 )
 def test_a_users_function_that_fails_is_named(file: str, function: str, says: str) -> None:

@@ -167,7 +167,7 @@ def test_what_a_tail_round_did_not_take_waits_for_the_next() -> None:
         order.requeue_unfinished(draw.task)
     order.begin_step()
     assert order.next().task == draws[0].task
-    assert order.begin_step().cut == "in_order"
+    assert order.begin_step().batch_selection == "in_order"
     assert [order.next().task for _ in range(3)] == [draw.task for draw in draws[1:4]]
 
 
@@ -185,7 +185,7 @@ def test_every_draw_is_given_in_a_round_where_it_is_waited_for(need: int, surplu
         draws = [order.next() for _ in range(need + round(shape.oversample * need))]
         keys = [(draw.task.id, draw.epoch) for draw in draws]
         drawn.update(key for key, draw in zip(keys, draws, strict=True) if not draw.again)
-        if shape.cut == "in_order":
+        if shape.batch_selection == "in_order":
             assert keys == cut[:need], "the longest waiting, and nothing else"
             del cut[:need]
         else:
@@ -206,11 +206,16 @@ def test_every_draw_is_given_in_a_round_where_it_is_waited_for(need: int, surplu
     assert set(drawn) - set(trained) == {*cut, *back}
 
 
-def made(order: str = "in_order", **changes: Any) -> TaskSampler:
+def made(task_order: str = "in_order", **changes: Any) -> TaskSampler:
     settings: dict[str, Any] = {
-        "sampler": "epochs", "weights": {}, "oversample": 0.25, "cut": "first_finished", "window": 3, "groups_per_step": 4
-    }  # fmt: skip
-    return make_task_sampler(tasks_of(5), 0, order=order, **(settings | changes))
+        "sampler": "epochs",
+        "weights": {},
+        "oversample": 0.25,
+        "batch_selection": "first_finished",
+        "window": 3,
+        "groups_per_step": 4,
+    }
+    return make_task_sampler(tasks_of(5), 0, task_order=task_order, **(settings | changes))
 
 
 def test_the_names_of_a_config_make_the_orders() -> None:
@@ -236,31 +241,31 @@ def test_the_names_of_a_config_make_the_orders() -> None:
     ("changes", "says"),
     [
         (
-            {"order": "longest_frist"},
+            {"task_order": "longest_frist"},
             "rollout.task_order 'longest_frist' is not known: write .*; did you mean 'longest_first'",
         ),
         (
-            {"order": "tail_batching", "oversample": 0.0},
+            {"task_order": "tail_batching", "oversample": 0.0},
             "rollout.oversample is 0 of 4 groups, less than one: write 0.25 or",
         ),
         (
-            {"order": "tail_batching", "oversample": 0.4, "groups_per_step": 2},
+            {"task_order": "tail_batching", "oversample": 0.4, "groups_per_step": 2},
             "0.4 of 2 groups, less than one: write 0.5 or",
         ),
         ({"sampler": "dice"}, "tasks.sampler is 'dice'"),
         ({"weights": {"math": 1}}, "tasks.domain_weights names 'math'"),
         (
-            {"order": "orders.py:Nowhere"},
+            {"task_order": "orders.py:Nowhere"},
             "rollout.task_order 'orders.py:Nowhere': .*orders.py has no 'Nowhere'; it has SamplerWrapper, Backwards",
         ),
         (
-            {"order": "orders.py:Half"},
+            {"task_order": "orders.py:Half"},
             "has no method requeue_unfinished.task, epoch=None.: inherit from roll.scheduler.task_sampler.SamplerWrapper",
         ),
-        ({"order": "orders.py:NoEpoch"}, "has no method requeue.task, epoch=None."),
-        ({"order": "orders.py:NeedsEpoch"}, "has no method requeue.task, epoch=None."),
+        ({"task_order": "orders.py:NoEpoch"}, "has no method requeue.task, epoch=None."),
+        ({"task_order": "orders.py:NeedsEpoch"}, "has no method requeue.task, epoch=None."),
         (
-            {"order": "orders.py:fails"},
+            {"task_order": "orders.py:fails"},
             "'orders.py:fails', called with the task sampler to wrap, failed: KeyError: 'x'",
         ),
     ],

@@ -172,7 +172,7 @@ def test_a_key_can_be_out_once_only_even_if_both_wait_for_an_engine() -> None:
         first, second = run.start(run.group(0), "key"), run.start(run.group(1), "key")
         await turns()
         run.router.add_engine(0)
-        with pytest.raises(ValueError, match="the lease 'key' is out already"):
+        with pytest.raises(ValueError, match="the lease 'key' is in flight already"):
             await second
         await until(lambda: run.running)
         run.answer()

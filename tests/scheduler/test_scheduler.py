@@ -1069,7 +1069,7 @@ def test_a_resumed_run_trains_drops_or_draws_again_every_task_once(seed: int) ->
         "group_size": 2,
         "max_staleness": rng.choice([0, 1, 2]),
         "oversample": rng.choice([0.0, 0.5]),
-        "cut": rng.choice(["in_order", "first"]),
+        "batch_selection": rng.choice(["in_order", "first_finished"]),
         "staleness_policy": rng.choice(["wait", "drop", "mask"]),
     }
     ends: Counter[tuple[str, int]] = Counter()

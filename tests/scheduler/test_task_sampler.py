@@ -110,9 +110,9 @@ def test_the_order_in_which_weights_are_written_does_not_matter() -> None:
     [
         ({"a": 1, "b": 1, "z": 1}, "names 'z', but no task is of that domain: the tasks are of 'a', 'b'"),
         ({"a": 1}, "has no entry for 'b', of which there are 3 tasks"),
-        ({"a": 1, "b": 0}, "tasks.weights.b is 0: write a number above 0"),
-        ({"a": 1, "b": float("nan")}, "tasks.weights.b is nan"),
-        ({"a": 1, "b": float("inf")}, "tasks.weights.b is inf"),
+        ({"a": 1, "b": 0}, "tasks.domain_weights.b is 0: write a number above 0"),
+        ({"a": 1, "b": float("nan")}, "tasks.domain_weights.b is nan"),
+        ({"a": 1, "b": float("inf")}, "tasks.domain_weights.b is inf"),
     ],
 )
 def test_weights_that_do_not_fit_the_tasks_are_refused(weights: dict[str, float], says: str) -> None:
@@ -330,7 +330,7 @@ class Life:
         self.came_back[draw.task.id, draw.epoch] += 1
         use = (
             self.order.requeue_unfinished
-            if what == "requeue_unfinished" and self.shape.cut == "first_finished"
+            if what == "requeue_unfinished" and self.shape.batch_selection == "first_finished"
             else self.order.requeue
         )
         use(draw.task, draw.epoch)

@@ -207,11 +207,11 @@ class ExactlyOnce(RuleBasedStateMachine):
             made = make_task_sampler(
                 self.tasks,
                 0,
-                order=self.config.task_order,
+                task_order=self.config.task_order,
                 sampler=sampler,
                 weights={},
                 oversample=self.config.oversample,
-                cut=self.config.batch_selection,
+                batch_selection=self.config.batch_selection,
                 window=self.config.lookahead,
                 groups_per_step=GROUPS,
             )

@@ -147,7 +147,7 @@ def test_a_judge_that_is_not_done_in_time_is_left_and_goes_on_with_others() -> N
 def test_a_judge_that_is_shown_too_much_can_say_nothing() -> None:
     async def main() -> None:
         asked = models(RewardModelClient(judge=await judge()))
-        with pytest.raises(ValueError, match="leaves no room in its 1024"):
+        with pytest.raises(ValueError, match="leaves none for a reply in its context of 1024"):
             await asked.replies([Message(role="user", content="x" * 1100)], GREEDY, 20)
 
     go(main())
