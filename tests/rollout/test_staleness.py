@@ -413,7 +413,7 @@ def test_whatever_happens_there_is_never_too_much_or_too_old_and_every_group_end
             max_staleness=rng.choice([0, 1, 1, 2, 3]),
             staleness_policy=rng.choice(["wait", "mask", "drop"]),
             staleness_timeout_s=rng.choice([1.0, 30.0]),
-            cut=rng.choice(["in_order", "first"]),
+            batch_selection=rng.choice(["in_order", "first_finished"]),
             oversample=rng.choice([0.0, 0.0, 0.5, 1.0]),
             max_replacements=rng.choice([0.0, 1.0, 2.0]),
             max_attempts=100 if deaths else rng.randint(2, 3),
