@@ -307,7 +307,7 @@ class Settings(Section):
         )
 
     @property
-    def domain_weights(self) -> dict[str, float]:
+    def domain_mix(self) -> dict[str, float]:
         """Weights of the domains that are trained on; empty where they have none."""
         weights = {name: domain.weight for name, domain in self.domains.items() if domain.weight > 0}
         return weights or self.tasks.domain_weights

@@ -45,7 +45,7 @@ def rlvr_requirements(config: Config, tasks: TaskSet) -> RunRequirements:
 
 def _share(domain: str, config: Config, tasks: TaskSet) -> str:
     train, held_out = (sum(task.domain == domain for task in part) for part in (tasks.train, tasks.held_out))
-    share = config.domain_weights.get(domain, 0) / sum(config.domain_weights.values())
+    share = config.domain_mix.get(domain, 0) / sum(config.domain_mix.values())
     return f"{share:.3g} of the groups, {train} tasks, {held_out} held out"
 
 

@@ -33,7 +33,7 @@ def make_policies(config: Config, tasks: TaskSet) -> tuple[TaskSampler, Filter]:
         config.seed,
         task_order=rollout.task_order,
         sampler=config.tasks.sampler,
-        weights=config.domain_weights,
+        weights=config.domain_mix,
         oversample=rollout.oversample,
         batch_selection=rollout.batch_selection,
         window=rollout.lookahead,

@@ -27,7 +27,7 @@ def test_a_domain_has_its_own_limits_and_the_common_ones_where_it_has_none() -> 
     assert other == config.rollout
     assert maths.group_size == config.rollout.group_size
     assert config.longest_response == 64
-    assert config.domain_weights == {"maths": 3.0, "echo": 1.0}
+    assert config.domain_mix == {"maths": 3.0, "echo": 1.0}
     assert config.reward_label == "number (maths), right (echo)"
 
 
@@ -55,7 +55,7 @@ def test_overrides_reach_into_domains() -> None:
 
 
 def test_what_is_measured_only_is_not_in_the_mix() -> None:
-    assert load(None, "domains.echo.weight=0").domain_weights == {"maths": 3.0}
+    assert load(None, "domains.echo.weight=0").domain_mix == {"maths": 3.0}
 
 
 def test_settings_of_graders_and_of_the_order_are_common() -> None:

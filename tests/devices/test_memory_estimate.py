@@ -472,7 +472,7 @@ def test_every_process_of_a_cluster_has_its_interpreter_and_its_copy() -> None:
     assert set(host) == {(process, "interpreter and libraries") for process in processes}
     assert parts_of(plan, "gpu1", "generate")["actor_infer[1]", "weights"] == 2 * plan.parameters
     assert parts_of(plan, "gpu0", "publish")["actor_train[0]", "weights in transit"] == 2 * 2 * plan.parameters
-    pieces = planned(box(gpus=1, gpu=80), executor="ray", weights={"bucket_mb": 1})
+    pieces = planned(box(gpus=1, gpu=80), executor="ray", weight_sync={"bucket_mb": 1})
     assert parts_of(pieces, "gpu0", "publish")["actor_train[0]", "weights in transit"] == 2 << 20
     assert "weights in transit" not in {what for _, what in parts_of(plan, "gpu0", "train")}
 

@@ -207,7 +207,7 @@ def planned(gpu_mib: int, roles: dict[str, Any], gpus: int = 8) -> Plan:
             "reward": "number",
             "executor": "ray",
             "rollout": {"max_running": 1, "max_new_tokens": 1, "group_size": 2},
-            "weights": {"bucket_mb": 1},
+            "weight_sync": {"bucket_mb": 1},
             "roles": roles,
         }
     )

@@ -37,7 +37,7 @@ def test_the_mix_holds_exactly_over_time(weights: list[float], sizes: list[int],
         for i, (weight, size) in enumerate(zip(weights, sizes, strict=False))
     }
     config = load_config({"domains": domains})
-    order = EpochSampler(load_domains(config.domains).train, seed, config.domain_weights)
+    order = EpochSampler(load_domains(config.domains).train, seed, config.domain_mix)
     whole = sum(Fraction(str(weight)) for weight in weights)
     drawn: Counter[str] = Counter()
     visits: Counter[str] = Counter()
@@ -68,7 +68,7 @@ def run_steps(steps: int, outcome: Any) -> tuple[list[RolloutBatch], list[Sample
     async def main() -> list[RolloutBatch]:
         moves: Any = Moves()
         pool = await ToyRunner(note).pool(1)
-        order = EpochSampler(load_domains(config.domains).train, 0, config.domain_weights)
+        order = EpochSampler(load_domains(config.domains).train, 0, config.domain_mix)
         scheduler = RolloutScheduler(
             order,
             pool,
