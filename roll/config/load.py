@@ -27,7 +27,7 @@ from roll.config.errors import UserError
 from roll.config.renames import config_of_run
 from roll.config.root import is_object, moved_root, names_in, rebased_name, run_of, with_names
 from roll.config.schema import Config, Section
-from roll.config.schema_tree import UNKNOWN, child_type, dotted, section_in, type_at, unwrapped
+from roll.config.schema_tree import UNKNOWN, accepts_null, child_type, dotted, section_in, type_at, unwrapped
 from roll.config.secrets import KNOWN, redacted, redacted_with_references, secrets_in
 from roll.config.suggest import either, near
 from roll.config.yaml_document import MAX_BYTES, Document, Path, YamlError, parse, write
@@ -325,12 +325,13 @@ def _files_in(folder: FilePath) -> str:
 
 
 def _expanded(value: Any, kind: Any) -> Any:
-    """A copy in plain types, with short forms expanded and empty sections as empty mappings."""
+    """A copy in plain types, with short forms expanded and empty sections as empty mappings; a section that
+    may be null stays null."""
     section = section_in(kind)
     if isinstance(value, Section):
         value = value.model_dump()
     if section and value is None:
-        return {}
+        return None if accepts_null(kind) else {}
     if section and section.short and not isinstance(value, (Mapping, list, tuple)):
         value = {section.short: value}
     if isinstance(value, Mapping):

@@ -38,6 +38,11 @@ def unwrapped(annotation: Any) -> Any:
     return annotation
 
 
+def accepts_null(annotation: Any) -> bool:
+    """Whether the type has a `| None`."""
+    return get_origin(annotation) in (Union, types.UnionType) and type(None) in get_args(annotation)
+
+
 def section_in(annotation: Any) -> type[Section] | None:
     """The section this type is, if it is one."""
     kind = unwrapped(annotation)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from roll.config import Config
+from roll.config import Config, load_config
 
 
 def config(eval: dict[str, Any], **more: Any) -> Config:
@@ -75,3 +75,9 @@ def test_supervised_fine_tuning_reads_none_of_it() -> None:
         if value:
             with pytest.raises(ValidationError, match=f"eval.{key} is set, but nothing reads eval.{key} in pipeline sft"):
                 config({key: value}, pipeline="sft")
+
+
+def test_a_set_without_a_reward_has_none_either_when_its_config_is_loaded_again() -> None:
+    config = load_config({"eval": {"sets": {"x": {"source": "echo"}}}})
+    assert config.eval.sets["x"].reward is None
+    assert load_config(config) == load_config({"eval": {"sets": {"x": {"source": "echo", "reward": None}}}}) == config
