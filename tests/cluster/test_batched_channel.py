@@ -105,7 +105,7 @@ def test_what_is_posted_in_one_turn_or_while_a_call_is_out_travels_together() ->
     go(main())
 
 
-def test_news_is_asked_for_only_while_somebody_waits_for_some() -> None:
+def test_results_are_polled_only_while_an_item_waits_for_one() -> None:
     async def main() -> None:
         far = Far()
         await turns()
@@ -146,7 +146,7 @@ def test_one_question_is_out_at_a_time() -> None:
     go(main())
 
 
-def test_an_error_on_the_way_there_is_told_once_and_the_line_can_be_used_again() -> None:
+def test_an_error_of_a_send_is_reported_once_and_the_channel_can_be_used_again() -> None:
     async def main() -> None:
         far = Far()
         far.post(1)
@@ -184,7 +184,7 @@ def test_an_error_on_the_way_back_keeps_what_was_posted_meanwhile_from_going_out
     go(main())
 
 
-def test_news_that_cannot_be_taken_is_an_error_too() -> None:
+def test_a_result_that_cannot_be_taken_is_an_error_too() -> None:
     async def main() -> None:
         far = Far()
         far.post(1)

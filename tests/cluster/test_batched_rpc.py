@@ -99,7 +99,7 @@ def test_calls_made_while_others_travel_go_with_the_next_trip() -> None:
     run_virtually(main)
 
 
-def test_a_call_given_up_before_it_went_out_never_begins_and_one_after_is_not_heard_of() -> None:
+def test_a_call_cancelled_before_it_was_sent_never_begins_and_a_later_one_is_discarded() -> None:
     async def main() -> None:
         wire = Wire(lambda packed: 2.0, trip_s=1.0)
         batched_client = wire.batched_client()

@@ -168,7 +168,7 @@ def test_a_join_belongs_to_dispatch_by_data() -> None:
         dispatch(Dispatch.ALL, join=join_tokens)
 
 
-def test_a_crowd_is_of_calls_on_one_worker() -> None:
+def test_only_calls_on_one_worker_are_batched() -> None:
     with pytest.raises(TypeError, match="one worker"):
         dispatch(Dispatch.ALL, batched=True)
 

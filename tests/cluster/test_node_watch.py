@@ -135,7 +135,7 @@ def test_a_watch_that_was_stopped_asks_ray_for_nothing(nodes: Nodes, head: socke
     assert watch.lost_reason("b") is None
 
 
-def test_work_at_a_place_ends_with_its_node(nodes: Nodes, head: socket.socket) -> None:
+def test_work_on_a_placement_ends_with_its_node(nodes: Nodes, head: socket.socket) -> None:
     """Ray itself waits for a node that never comes back."""
 
     async def main() -> None:

@@ -238,7 +238,7 @@ def roles() -> Iterator[Roles]:
 # where workers are
 
 
-def test_each_worker_is_a_process_of_its_own_at_its_place(roles: Roles) -> None:
+def test_each_worker_is_a_process_of_its_own_at_its_placement(roles: Roles) -> None:
     portraits = roles.run(roles.toys.call_each(Toy.self_portrait)) + roles.run(roles.other.call_each(Toy.self_portrait))
     assert [place for place, *_ in portraits] == roles.toys.placements + roles.other.placements
     assert [place.name for place, *_ in portraits] == ["toy[0]", "toy[1]", "other[0]"]
@@ -291,7 +291,7 @@ def test_functions_and_classes_without_a_name_may_be_passed(roles: Roles) -> Non
     assert roles.run(roles.toys.call(Toy.gives, lambda: factor * 7)) == 21
 
 
-def test_calls_of_a_crowd_are_as_in_one_process(roles: Roles) -> None:
+def test_batched_calls_behave_as_in_one_process(roles: Roles) -> None:
     async def ask(toys: Cluster[Toy]) -> list[Any]:
         calls = (toys.call_rank(number % 2, Toy.in_a_crowd, number, wait_s=0.001 * (number % 7)) for number in range(200))
         return [*(await asyncio.gather(*calls)), await toys.call_each(Toy.taken)]
@@ -299,12 +299,12 @@ def test_calls_of_a_crowd_are_as_in_one_process(roles: Roles) -> None:
     assert roles.run(ask(roles.toys)) == roles.run(ask(roles.local))
 
 
-def test_a_crowd_may_come_from_another_worker(roles: Roles) -> None:
+def test_batched_calls_may_come_from_another_worker(roles: Roles) -> None:
     assert roles.run(roles.other.call(Toy.crowd_through, roles.toys, 50)) == [(number, None) for number in range(50)]
     assert roles.run(roles.toys.call_each(Toy.taken)) == [list(range(50)), []]
 
 
-def test_what_goes_wrong_with_one_of_a_crowd_is_its_own(roles: Roles) -> None:
+def test_an_error_of_one_batched_call_is_its_own(roles: Roles) -> None:
     def decline() -> None:
         raise Declined("not me")
 

@@ -43,7 +43,7 @@ def test_workers_that_are_well_are_pinged_in_turn_and_left_alone() -> None:
     watching(use)
 
 
-def test_a_death_is_reported_at_once_then_mended_and_the_next_one_too() -> None:
+def test_a_death_is_reported_at_once_and_the_worker_restarted_and_the_next_one_too() -> None:
     async def use(watched: Watched) -> None:
         await asyncio.sleep(10)
         for incarnation in range(3):
@@ -688,7 +688,7 @@ def test_a_failure_nobody_can_hear_any_more_is_logged(caplog: pytest.LogCaptureF
 LOST = "node1 (host, 10.0.0.2), which Ray has lost (no heartbeats)"
 
 
-def test_a_worker_whose_node_is_lost_is_retired_and_the_others_are_still_mended() -> None:
+def test_a_worker_whose_node_is_lost_is_retired_and_the_others_are_still_restarted() -> None:
     async def use(watched: Watched) -> None:
         watched.executor.lost_nodes["toy[1]"] = LOST
         await watched.kill(1)

@@ -14,7 +14,7 @@ from roll.rollout.messages import EngineAssignment
 from roll.rollout.runner import EngineAssignments
 
 
-def test_a_seat_that_was_given_before_is_there_and_stays() -> None:
+def test_an_assignment_that_was_made_before_is_there_and_stays() -> None:
     async def main() -> None:
         assignments = EngineAssignments()
         assert assignments.engine("a") is None
@@ -26,7 +26,7 @@ def test_a_seat_that_was_given_before_is_there_and_stays() -> None:
     go(main())
 
 
-def test_one_that_lost_its_seat_waits_for_the_next_and_for_its_own() -> None:
+def test_a_sample_without_an_assignment_waits_for_its_next_one() -> None:
     async def main() -> None:
         assignments = EngineAssignments()
         assignments.assign(EngineAssignment("a", 0))
@@ -45,7 +45,7 @@ def test_one_that_lost_its_seat_waits_for_the_next_and_for_its_own() -> None:
     go(main())
 
 
-def test_nobody_waits_longer_than_told() -> None:
+def test_a_wait_for_an_assignment_ends_at_its_deadline() -> None:
     async def main() -> None:
         assignments = EngineAssignments()
         began = asyncio.get_running_loop().time()
@@ -78,7 +78,7 @@ def test_one_that_is_cancelled_while_it_waits_leaves_nothing_behind(given_too: b
 
 @given(steps=st.lists(st.tuples(st.sampled_from(["give", "lose", "wait", "turn"]), st.integers(0, 1)), max_size=30))
 @settings(max_examples=examples(200), derandomize=True, deadline=None)
-def test_a_sample_has_the_seat_it_was_given_last(steps: list[tuple[str, int]]) -> None:
+def test_a_sample_has_its_latest_assignment(steps: list[tuple[str, int]]) -> None:
     async def main() -> None:
         assignments = EngineAssignments()
         last: dict[str, int | None] = {"s0": None, "s1": None}

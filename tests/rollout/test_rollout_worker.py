@@ -56,7 +56,7 @@ async def reports(worker: RolloutWorker, done: int) -> Report:
     return whole
 
 
-def test_a_lease_is_reported_with_its_moves_and_outcomes_once() -> None:
+def test_a_lease_is_reported_with_its_transitions_and_results_once() -> None:
     async def main() -> None:
         worker = await worker_of(ToyRunner(lambda s: "broken" if s.id == "1.1" else 2.0, lambda s: s.group))
         worker.execute([lease("1"), lease("2", 1)])
@@ -106,7 +106,7 @@ def test_nothing_to_say_is_said_after_a_while() -> None:
     go(main())
 
 
-def test_a_sample_that_waits_for_a_seat_is_reported_at_once() -> None:
+def test_a_sample_that_waits_for_an_assignment_is_reported_at_once() -> None:
     async def main() -> None:
         run = await party(2)
         (worker,) = run.workers
@@ -330,7 +330,7 @@ def test_what_is_being_generated_is_paused_and_goes_on_and_nothing_else_is() -> 
 
 
 @pytest.mark.parametrize("engine", [None, 1])
-def test_what_is_displaced_waits_for_a_seat_with_what_it_has(engine: int | None) -> None:
+def test_a_requeued_sample_keeps_its_tokens_while_it_waits_for_an_assignment(engine: int | None) -> None:
     async def main() -> None:
         run = await party(2)
         (worker,) = run.workers
@@ -473,7 +473,7 @@ def test_orders_for_samples_that_are_not_here_are_ignored() -> None:
     go(main())
 
 
-def test_a_lease_taken_again_starts_anew() -> None:
+def test_a_lease_that_is_sent_again_starts_from_nothing() -> None:
     async def main() -> None:
         run = await party(1)
         (worker,) = run.workers

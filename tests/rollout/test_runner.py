@@ -232,7 +232,7 @@ def test_what_engines_spent_on_a_response_counts_and_what_it_waited_for_them_doe
     go(main())
 
 
-def test_a_sample_that_gets_no_seat_in_time_fails() -> None:
+def test_a_sample_that_gets_no_assignment_in_time_fails() -> None:
     async def main() -> None:
         run = await setting(deadline_s=5)
         sample = run.sample(engine=None)
@@ -456,7 +456,7 @@ def test_graders_that_stay_dead_fail_the_sample_after_its_deadline() -> None:
 # engines that die
 
 
-def test_a_sample_whose_engine_dies_goes_on_elsewhere_from_what_was_heard_of_it() -> None:
+def test_a_sample_whose_engine_dies_resumes_elsewhere_from_its_reported_tokens() -> None:
     async def main() -> None:
         run = await setting(says=None, engine_count=2)
         sample = run.sample(engine=0)
@@ -494,7 +494,7 @@ def test_a_sample_whose_engine_dies_goes_on_elsewhere_from_what_was_heard_of_it(
     go(main())
 
 
-def test_a_response_that_was_whole_but_for_the_news_is_not_asked_for_more() -> None:
+def test_a_response_that_reached_its_limit_before_its_engine_died_is_complete() -> None:
     async def main() -> None:
         run = await setting(says=None, engine_count=2)
         sample = run.sample(engine=0)
@@ -601,7 +601,7 @@ def test_a_response_that_is_ended_is_judged_with_what_it_has() -> None:
     go(main())
 
 
-def test_a_response_that_is_requeued_goes_on_from_its_prefix() -> None:
+def test_a_response_that_is_requeued_resumes_from_its_prefix() -> None:
     async def main() -> None:
         run = await setting(says=None, engine_count=2)
         sample = run.sample(engine=0)
@@ -844,7 +844,7 @@ def test_the_tasks_own_messages_come_before_the_environments() -> None:
 
 @pytest.mark.parametrize("kind", ["lost", "deadline", "crashed"])
 @pytest.mark.parametrize("at", ["reset", "step"])
-def test_an_episode_that_was_lost_or_took_its_process_along_starts_anew(kind: Any, at: str) -> None:
+def test_an_episode_that_was_lost_or_crashed_its_process_starts_again(kind: Any, at: str) -> None:
     async def main() -> None:
         run = await setting(max_attempts=3)
         failures = 0
@@ -916,7 +916,7 @@ def test_a_crash_that_others_may_have_caused_is_blamed_on_all_of_them_in_parts()
 
 
 @pytest.mark.parametrize("at", ["reset", "step"])
-def test_an_environment_worker_that_dies_takes_its_episodes_along_and_they_start_anew(at: str) -> None:
+def test_the_episodes_of_an_environment_worker_that_dies_start_again(at: str) -> None:
     async def main() -> None:
         run = await setting(envs=2, max_attempts=1)
         run.envs[0].trouble = lambda method, episode: run.worlds[0].kill() if method == at else None

@@ -114,7 +114,7 @@ def test_only_the_last_group_of_a_task_counts() -> None:
     assert order.next().task.id == "2", "the mean is 45, without the 900"
 
 
-def test_skipped_draws_take_no_place_in_the_window() -> None:
+def test_skipped_draws_take_no_position_in_the_window() -> None:
     tasks = tasks_of(4)
     order = told(LongestFirst(InTurn(tasks, skip=["1"]), 3), {0: 1, 2: 9, 3: 3})
     assert [(draw.task.id, draw.skip) for draw in (order.next() for _ in range(3))] == [("1", "no"), ("2", ""), ("3", "")]
@@ -129,7 +129,7 @@ def test_what_comes_back_overtakes_the_window() -> None:
     assert [(draw.task, draw.epoch) for draw in again] == [(draw.task, draw.epoch) for draw in first[1:]]
 
 
-def test_a_lookahead_keeps_the_shape_of_its_base() -> None:
+def test_longest_first_keeps_the_batch_policy_of_its_base() -> None:
     shape = BatchPolicy(0.25, "first_finished")
     assert LongestFirst(EpochSampler(tasks_of(2), 0, batch_policy=shape), 2).begin_step() == shape
 
@@ -218,7 +218,7 @@ def made(task_order: str = "in_order", **changes: Any) -> TaskSampler:
     return make_task_sampler(tasks_of(5), 0, task_order=task_order, **(settings | changes))
 
 
-def test_the_names_of_a_config_make_the_orders() -> None:
+def test_the_names_of_a_config_make_the_samplers() -> None:
     plain, ahead, tails = made(), made("longest_first"), made("tail_batching", sampler="solve_rate")
     assert isinstance(plain, EpochSampler)
     assert plain.begin_step() == BatchPolicy(0.25, "first_finished")
@@ -270,7 +270,7 @@ def test_the_names_of_a_config_make_the_orders() -> None:
         ),
     ],
 )
-def test_orders_that_cannot_be_are_refused(
+def test_invalid_task_orders_are_refused(
     changes: dict[str, Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "orders.py").write_text(USERS)
@@ -279,7 +279,7 @@ def test_orders_that_cannot_be_are_refused(
         made(**changes)
 
 
-def test_a_users_order_is_built_on_the_base(tmp_path: Path) -> None:
+def test_a_users_sampler_wraps_the_base(tmp_path: Path) -> None:
     (tmp_path / "orders.py").write_text(USERS)
     order, plain = made("orders.py:Backwards", root=tmp_path, sampler="solve_rate"), made()
     first, second, third, fourth = (plain.next() for _ in range(4))

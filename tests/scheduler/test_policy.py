@@ -53,7 +53,7 @@ class Watching(Policy):
         self.ends.append(group)
 
 
-def test_a_policy_sees_what_is_under_way_when_a_step_begins_and_while_it_waits() -> None:
+def test_a_policy_sees_the_groups_in_flight_when_a_step_begins_and_while_it_waits() -> None:
     async def main() -> None:
         policy, moves = Watching(), Moves()
         runner = ToyRunner(lambda s: 1.0 if s.group == 1 else spread(s), lambda s: 10.0 if s.group == 2 else 1.0)

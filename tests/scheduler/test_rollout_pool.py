@@ -136,7 +136,7 @@ def test_a_lease_that_is_done_is_reported_at_once() -> None:
     go(main())
 
 
-def test_moves_are_heard_of_while_the_lease_still_runs() -> None:
+def test_transitions_are_reported_while_the_lease_still_runs() -> None:
     async def main() -> None:
         run = await party()
         call = run.start(run.group(0))
@@ -686,7 +686,7 @@ def assert_undisturbed(run: Party, sample: Sample, new_tokens: int = 8) -> None:
     assert len(log.segments) == 2
 
 
-def test_what_a_dead_engine_had_goes_on_elsewhere() -> None:
+def test_the_responses_of_a_dead_engine_resume_elsewhere() -> None:
     async def main() -> None:
         run = await party(2, pace_s=1.0, max_new_tokens=30)
         groups = [run.group(index) for index in range(2)]
@@ -774,7 +774,7 @@ def test_whenever_engines_die_nothing_is_lost_or_doubled(seed: int) -> None:
     go(main())
 
 
-def test_places_on_a_dead_engine_are_gone_with_it() -> None:
+def test_slots_on_a_dead_engine_are_gone_with_it() -> None:
     async def main() -> None:
         run = await party(2, max_running=2)
         calls = [run.start(run.group(index)) for index in range(2)]
@@ -794,7 +794,7 @@ def test_places_on_a_dead_engine_are_gone_with_it() -> None:
 # rollout workers that die
 
 
-def test_what_a_dead_worker_had_starts_anew_elsewhere() -> None:
+def test_the_leases_of_a_dead_worker_start_again_elsewhere() -> None:
     async def main() -> None:
         run = await party(2, 2, max_attempts=3)
         groups = [run.group(index) for index in range(2)]
@@ -822,7 +822,7 @@ def test_what_a_dead_worker_had_starts_anew_elsewhere() -> None:
     go(main())
 
 
-def test_the_requests_of_a_dead_worker_do_not_keep_its_samples_from_starting_anew() -> None:
+def test_the_requests_of_a_dead_worker_do_not_keep_its_samples_from_starting_again() -> None:
     async def main() -> None:
         run = await party(1, 2)
         samples = run.group(0)
@@ -921,7 +921,7 @@ def test_leases_wait_while_no_worker_is_there() -> None:
     go(main())
 
 
-def test_a_sample_that_was_dropped_does_not_start_anew_with_its_group() -> None:
+def test_a_sample_that_was_dropped_does_not_start_again_with_its_group() -> None:
     async def main() -> None:
         run = await party(1, 2)
         samples = run.group(0, 3)
@@ -998,7 +998,7 @@ def test_a_sample_that_is_not_out_cannot_be_stopped() -> None:
 
 
 @pytest.mark.parametrize("how", ["end", "requeue", "drop"])
-def test_stopping_a_sample_frees_its_place_and_leaves_its_siblings_alone(how: Any) -> None:
+def test_dropping_a_sample_frees_its_slot_and_leaves_its_siblings_alone(how: Any) -> None:
     async def main() -> None:
         run = await party(1)
         samples = run.group(0, 3)
@@ -1028,7 +1028,7 @@ def test_stopping_a_sample_frees_its_place_and_leaves_its_siblings_alone(how: An
     go(main())
 
 
-def test_the_books_show_what_stands_still() -> None:
+def test_the_transitions_show_which_samples_are_paused() -> None:
     async def main() -> None:
         run = await party(2, 2)
         groups = [run.group(index) for index in range(2)]
@@ -1065,7 +1065,7 @@ def test_pausing_and_displacing_pass_over_workers_that_are_gone() -> None:
 
 
 @pytest.mark.parametrize("engine", [None, 0])
-def test_what_is_displaced_gets_places_anew_and_goes_on_from_its_prefix(engine: int | None) -> None:
+def test_requeued_samples_get_slots_again_and_resume_from_their_prefix(engine: int | None) -> None:
     async def main() -> None:
         run = await party(2, 2, pace_s=1.0, max_new_tokens=30)
         groups = [run.group(index) for index in range(2)]
@@ -1135,7 +1135,7 @@ def test_the_seconds_of_a_full_queue_are_counted_once_while_they_last() -> None:
     go(main())
 
 
-def test_a_router_held_by_two_is_held_until_both_let_go() -> None:
+def test_admission_paused_for_two_reasons_is_paused_until_both_are_gone() -> None:
     """Verdicts are waited for and new weights are published: each of them holds what is new, and lets go for itself."""
 
     async def main() -> None:
@@ -1158,7 +1158,7 @@ def test_a_router_held_by_two_is_held_until_both_let_go() -> None:
     go(main())
 
 
-def test_places_are_kept_by_nobody_when_environments_fail_again_and_again() -> None:
+def test_no_slot_is_leaked_when_environments_fail_again_and_again() -> None:
     def trouble(method: str, episode: str) -> None:
         raise EnvFailure("crashed", "boom")
 
@@ -1173,7 +1173,7 @@ def test_places_are_kept_by_nobody_when_environments_fail_again_and_again() -> N
     go(main())
 
 
-def test_a_sample_has_one_place_however_often_it_starts_anew() -> None:
+def test_a_sample_has_one_slot_however_often_it_starts_again() -> None:
     async def main() -> None:
         run = await party(1, max_attempts=4)
         failures = 0
@@ -1200,7 +1200,7 @@ def test_a_sample_has_one_place_however_often_it_starts_anew() -> None:
     go(main())
 
 
-def test_an_episode_that_starts_anew_asks_for_one_seat() -> None:
+def test_an_episode_that_starts_again_reserves_one_slot() -> None:
     async def main() -> None:
         run = await party(1, 1, max_attempts=2)
         failures = 0
@@ -1225,7 +1225,7 @@ def test_an_episode_that_starts_anew_asks_for_one_seat() -> None:
     go(main())
 
 
-def test_a_sample_that_failed_waits_for_no_place() -> None:
+def test_a_failed_sample_waits_for_no_slot() -> None:
     async def main() -> None:
         run = await party(1, max_running=2, max_attempts=2)
         samples = run.group(0, task=episode_of(1.0))
@@ -1253,7 +1253,7 @@ def test_a_sample_that_failed_waits_for_no_place() -> None:
     go(main())
 
 
-def test_an_episode_gives_its_place_back_while_it_acts_and_goes_on_where_it_was() -> None:
+def test_an_episode_releases_its_slot_while_it_acts_and_continues_on_its_engine() -> None:
     async def main() -> None:
         run = await party(2)
         run.envs[0].gate.clear()
@@ -1280,7 +1280,7 @@ def test_an_episode_gives_its_place_back_while_it_acts_and_goes_on_where_it_was(
     go(main())
 
 
-def test_an_episode_whose_engine_was_taken_away_while_it_acted_goes_on_elsewhere() -> None:
+def test_an_episode_whose_engine_was_taken_away_while_it_acted_continues_on_another() -> None:
     async def main() -> None:
         run = await party(2)
         samples = run.group(0, 1, task=episode_of(0.5, 0.5))

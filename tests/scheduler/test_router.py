@@ -135,7 +135,7 @@ def test_what_samples_came_to_is_what_later_ones_are_expected_to() -> None:
     go(main())
 
 
-def test_a_place_is_free_again_whatever_becomes_of_the_group() -> None:
+def test_a_slot_is_free_again_however_its_group_ends() -> None:
     async def main() -> None:
         router = Router(2, max_running=2)
         guests = Guests(router)
@@ -153,7 +153,7 @@ def test_a_place_is_free_again_whatever_becomes_of_the_group() -> None:
     go(main())
 
 
-def test_a_group_cancelled_in_the_moment_it_gets_its_place_gives_it_back() -> None:
+def test_a_group_cancelled_in_the_moment_of_its_reservation_releases_it() -> None:
     async def main() -> None:
         router = Router(1, max_running=1)
         first = await router.reserve(1)
@@ -169,7 +169,7 @@ def test_a_group_cancelled_in_the_moment_it_gets_its_place_gives_it_back() -> No
     go(main())
 
 
-def test_places_are_given_back_one_by_one_and_never_more_than_there_are() -> None:
+def test_slots_are_released_one_by_one_and_never_more_than_there_are() -> None:
     async def main() -> None:
         router = Router(1)
         ticket, other = await router.reserve(3), await router.reserve(2)
@@ -182,7 +182,7 @@ def test_places_are_given_back_one_by_one_and_never_more_than_there_are() -> Non
     go(main())
 
 
-def test_who_goes_on_where_it_was_has_a_place_there_at_once() -> None:
+def test_a_sample_that_returns_to_its_engine_has_a_slot_at_once() -> None:
     async def main() -> None:
         router = Router(2, max_running=1)
         guests = Guests(router)
@@ -260,7 +260,7 @@ def test_without_an_order_groups_wait_in_the_order_they_came() -> None:
     go(main())
 
 
-def test_while_held_nobody_gets_a_place() -> None:
+def test_no_group_gets_slots_while_admission_is_paused() -> None:
     async def main() -> None:
         router = Router(1)
         guests = Guests(router)
@@ -367,7 +367,7 @@ def test_leaving_and_joining_may_be_repeated() -> None:
     go(main())
 
 
-def test_groups_wait_while_no_engine_is_in_and_all_go_on_when_one_joins() -> None:
+def test_groups_wait_while_no_engine_is_open_and_all_run_when_one_joins() -> None:
     async def main() -> None:
         router = Router(2)
         guests = Guests(router)
@@ -401,7 +401,7 @@ def test_a_group_that_waits_for_an_engine_can_be_cancelled() -> None:
     go(main())
 
 
-def test_a_dead_engine_has_nothing_gets_nothing_and_forgets_its_places() -> None:
+def test_a_dead_engine_gets_no_groups_and_has_no_reserved_slots() -> None:
     async def main() -> None:
         router = Router(2)
         guests = Guests(router)

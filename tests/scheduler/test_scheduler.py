@@ -795,7 +795,7 @@ def test_single_samples_may_be_dropped_ended_or_requeued() -> None:
     go(main())
 
 
-def test_a_run_that_stops_drops_what_is_under_way_on_record_and_it_comes_again() -> None:
+def test_a_run_that_stops_records_its_groups_in_flight_as_dropped_and_they_come_again() -> None:
     async def main() -> None:
         run = await setting(
             spread, lambda s: 0.1 if s.group < 3 else 50.0, groups_per_step=2, group_size=2, max_staleness=1
@@ -1013,7 +1013,7 @@ def test_tokens_lost_before_they_were_trained_on_are_made_again() -> None:
     go(main())
 
 
-def test_groups_without_tries_left_are_dropped_from_the_books() -> None:
+def test_groups_without_tries_left_are_dropped_from_the_group_table() -> None:
     async def main() -> None:
         run = await setting(spread, lambda s: 1.0, groups_per_step=1, group_size=2, max_attempts=1)
         rollout = await run.scheduler.next_rollout()
@@ -1127,7 +1127,7 @@ def test_a_resumed_run_trains_drops_or_draws_again_every_task_once(seed: int) ->
     go(after(*go(before())))
 
 
-def test_a_state_is_plain_json_and_says_what_is_under_way() -> None:
+def test_a_state_is_plain_json_and_lists_the_groups_in_flight() -> None:
     async def main() -> None:
         run = await setting(spread, lambda s: 5.0, groups_per_step=2, group_size=2)
         call = asyncio.create_task(run.scheduler.next_rollout())

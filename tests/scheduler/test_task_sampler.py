@@ -182,7 +182,7 @@ def test_a_task_that_was_not_drawn_cannot_come_back() -> None:
         order.requeue(drawn.task, 0)
 
 
-def test_a_run_does_not_go_on_with_other_tasks() -> None:
+def test_a_run_does_not_continue_with_other_tasks() -> None:
     state = EpochSampler(tasks_of(3), 0).state()
     with pytest.raises(UserError, match=r"then 3 tasks, .* now 4 tasks, "):
         EpochSampler(tasks_of(4), 0).restore(state)
@@ -367,7 +367,7 @@ def test_no_draw_is_lost_or_doubled_whatever_happens(kind: str, moves: list[tupl
 
 @given(kinds, moves, moves)
 @settings(max_examples=examples(80), deadline=None)
-def test_a_restored_order_goes_on_with_the_same_draws(
+def test_a_restored_sampler_continues_with_the_same_draws(
     kind: str, before: list[tuple[str, int]], after: list[tuple[str, int]]
 ) -> None:
     life = Life(made(kind))
@@ -386,7 +386,7 @@ def test_a_restored_order_goes_on_with_the_same_draws(
 
 
 @pytest.mark.parametrize("kind", ["solve_rate", "longest_first", "tail_batching"])
-def test_wrappers_hand_on_what_they_are_told(kind: str) -> None:
+def test_wrappers_pass_every_call_on(kind: str) -> None:
     order = made(kind)
     assert isinstance(order, SamplerWrapper)
     heard: list[str] = []

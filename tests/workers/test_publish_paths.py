@@ -72,7 +72,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_paths_by_places(case: Case) -> None:
+def test_paths_by_placements(case: Case) -> None:
     assert choose_path(case.trainer[0], case.engines) == case.path
     assert choose_backend(case.trainer[0], case.engines) == case.backend
 

@@ -209,7 +209,7 @@ def test_a_role_that_dies_is_asked_again_while_patience_lasts() -> None:
     go(main())
 
 
-def test_questions_wait_until_the_role_has_room() -> None:
+def test_questions_wait_until_the_role_has_capacity() -> None:
     async def main() -> None:
         scorers, worker = await frail(0)
         asked = models(scorers)
