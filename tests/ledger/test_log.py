@@ -359,7 +359,7 @@ def test_a_torn_end_that_cannot_be_cut_off_is_not_written_after(tmp_path: Path, 
     with pytest.raises(RunError, match="No space left"):
         ledger.flush()
     disk.failing = set()
-    with pytest.raises(RunError, match="cannot be mended"):
+    with pytest.raises(RunError, match="cannot be repaired"):
         ledger.close()
     assert samples(path) == []
 

@@ -98,7 +98,7 @@ def test_a_template_that_rewrites_history_makes_samples_of_their_own(
 def test_templates_that_do_not_show_how_an_answer_ends_or_begins_are_refused() -> None:
     with pytest.raises(NotTrainable, match="none of the tokens that end an answer"):
         renderer(PLAIN).demonstrations(chat("q", "a"))
-    with pytest.raises(NotTrainable, match="another beginning"):
+    with pytest.raises(NotTrainable, match="after a different text than its generation prompt"):
         renderer(CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>model\\n'")).demonstrations(chat("q", "a"))
 
 
