@@ -190,7 +190,7 @@ def open_objects(world: SimCluster) -> Counter[str]:
         seats=sum(router.running(engine) for engine in range(len(world.engines))),
         wants=router.waiting,
         homes=len(pool.tokens._locations),
-        tokens=sum(len(rollouts.home) for rollouts in world.rollouts),
+        tokens=sum(len(rollouts.resident_samples) for rollouts in world.rollouts),
     )
 
 
