@@ -228,7 +228,7 @@ def _contradictions(c: AlgorithmConfig) -> list[tuple[bool, str]]:
                 bounds is not None and bounds[0] > bounds[1],
                 f"algorithm.{key} is {bounds}: write the lower bound first",
             )
-            for key, bounds in (("reward_clip", c.reward_clip), ("difficulty", c.difficulty_range))
+            for key, bounds in (("reward_clip", c.reward_clip), ("difficulty_range", c.difficulty_range))
         ),
     ]
 

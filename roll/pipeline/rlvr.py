@@ -251,7 +251,7 @@ class RLVR:
 
 def _selection_settings(algorithm: AlgorithmConfig) -> str:
     """The settings that leave samples out, for a message."""
-    chosen = {name: getattr(algorithm, name) for name in ("mask_truncated", "difficulty", "positive_above")}
+    chosen = {name: getattr(algorithm, name) for name in ("mask_truncated", "difficulty_range", "positive_above")}
     settings = [f"algorithm.{name}={value}" for name, value in chosen.items() if value is not None and value is not False]
     return f" ({', '.join(settings)})" if settings else ""
 
