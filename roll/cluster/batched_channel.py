@@ -73,6 +73,7 @@ class BatchedChannel(Generic[Q, A]):
     async def _poll_all(self) -> None:
         try:
             while self._busy():
+                # waits: it is a call, which has a deadline
                 self._on_result(await self._poll())
                 await asyncio.sleep(0)
         except Exception as error:

@@ -53,12 +53,17 @@ class YamlError(Exception):
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (PyYAML copies it on the first change)
     composed = 0
+    depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         self.composed += 1
         if self.composed > _MAX_VALUES:
             raise YamlError(f"this is more than {_MAX_VALUES:,} values", self.line + 1)
+        if self.depth > _MAX_DEPTH:
+            raise YamlError(f"nested more than {_MAX_DEPTH} deep", self.line + 1)
+        self.depth += 1
         node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
         return node
 
 
@@ -166,8 +171,6 @@ def parse(text: str) -> Document:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise YamlError(f"the character {chr(error.character)!r} is not allowed", line) from None
-    except RecursionError:
-        raise YamlError("nested too deeply") from None
     return document
 
 

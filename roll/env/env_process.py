@@ -239,10 +239,11 @@ class EnvProcess:
                 header = await self._child.reader.readexactly(HEADER.size)
                 if header == FAULT_HEADER:
                     self._fault_output = header
-                    # waits: the process is about to end
-                    while len(self._fault_output) < _FAULT_BYTES and (
-                        more := await self._child.reader.read(_FAULT_BYTES)
-                    ):
+                    while len(self._fault_output) < _FAULT_BYTES:
+                        # waits: the process is about to end
+                        more = await self._child.reader.read(_FAULT_BYTES)
+                        if not more:
+                            break
                         self._fault_output += more
                     return
                 (size,) = HEADER.unpack(header)

@@ -135,7 +135,8 @@ class EngineClient:
             if not self._channels[engine].remove(request):
                 if not pending.is_over:
                     self._to_discard[engine][request.id] += 1
-                await asyncio.shield(self._start_abort(engine, [request.id]))  # also if it is cancelled again
+                # waits: it is a call, which has a deadline. It goes on if this coroutine is cancelled again.
+                await asyncio.shield(self._start_abort(engine, [request.id]))
             raise
         finally:
             del self._pending[request.id]

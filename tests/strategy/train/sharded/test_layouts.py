@@ -32,7 +32,8 @@ from roll.weight_sync.stream import Sender
 from tests.ranks import Ranks, ranks_of
 from tests.strategy.train.sharded.test_build import scores_over_ranks, source
 from tests.strategy.train.sharded.test_gradients import check, check_critic, spec_of
-from tests.strategy.train.sharded.test_sharded_adapters import BATCH, Adapted, _work, single, work
+from tests.strategy.train.sharded.test_sharded_adapters import BATCH, Adapted
+from tests.strategy.train.sharded.test_sharded_adapters import check as check_adapters
 from tests.strategy.train.sharded.trainers import (
     CONFIGS,
     MIXTURES,
@@ -147,13 +148,7 @@ def divided(ranks: Ranks) -> str:
 def test_adapters(layout: Layout, folders: Path) -> None:
     """In a mixture they are in its attention."""
     ranks, _ = layout
-    wanted, batch = Adapted(folders / divided(ranks)), make_batch(BATCH, "qwen3")
-    now, base, gradients, loss, norm = _work(single(wanted), batch)
-    for found in ranks.run(work, wanted, batch):
-        np.testing.assert_allclose(found[0], now, atol=2e-5)
-        np.testing.assert_allclose(found[1], base, atol=2e-5)
-        assert max(errors(found[2], gradients).values()) < 2e-6
-        assert found[3:] == pytest.approx((loss, norm), rel=1e-5)
+    check_adapters(ranks, Adapted(folders / divided(ranks)), make_batch(BATCH, "qwen3"))
 
 
 def test_scores(layout: Layout, folders: Path) -> None:
