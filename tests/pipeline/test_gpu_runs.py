@@ -28,7 +28,7 @@ def test_turns_change_nothing_but_memory(run_small: Callable[..., Remains]) -> N
 @pytest.mark.parametrize("path", ["cuda_ipc", "shared_memory"])
 def test_a_run_on_ray_shares_the_gpu(run_small: Callable[..., Remains], offload: str, path: str) -> None:
     pytest.importorskip("ray")
-    run = run_small(*SMALL, *KL, "executor=ray", f"offload={offload}", f"weights={path}")
+    run = run_small(*SMALL, *KL, "executor=ray", f"offload={offload}", f"weight_sync={path}")
     steps = [row for row in run.metrics() if "reward/mean" in row]
     assert len(steps) == 3
     assert all(row["train/rollout_logprob_diff"] < 1e-3 for row in steps)

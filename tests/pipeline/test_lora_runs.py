@@ -136,7 +136,7 @@ def test_two_ranks_train_the_same_adapters(
 @pytest.mark.parametrize("path", ["shared_memory", "broadcast"])
 def test_the_same_rewards_on_ray(run_small: Callable[..., Remains], trained: Remains, path: str) -> None:
     """There the engine has merged weights, whose roundings are not those of adapters beside them."""
-    run = run_small(*RAY, *LORA, *KL, f"weights={path}", "fault_tolerance.spare_trainer=false", base=EXACT)
+    run = run_small(*RAY, *LORA, *KL, f"weight_sync={path}", "fault_tolerance.spare_trainer=false", base=EXACT)
     for here, there in zip(trained.metrics(), run.metrics(), strict=True):
         assert here.get("reward/mean") == pytest.approx(there.get("reward/mean"), abs=0.1)
     mismatch = [row["train/rollout_logprob_diff_max"] for row in run.metrics() if "train/rollout_logprob_diff_max" in row]

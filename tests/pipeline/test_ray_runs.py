@@ -34,7 +34,7 @@ pytestmark = pytest.mark.ray
 RAY = ("executor=ray", "ray.object_store_gb=0.2", "ray.start_deadline_s=120", "ray.call_deadline_s=120")
 LAYOUTS = {
     "colocated": ("roles.actor_train=0-1", "roles.actor_infer=0-1", "offload=always"),
-    "disaggregated": ("roles.actor_train=0", "roles.actor_infer=1", "weights=broadcast"),
+    "disaggregated": ("roles.actor_train=0", "roles.actor_infer=1", "weight_sync=broadcast"),
     "partly shared": (
         *("roles.actor_train=0", "roles.actor_infer=0-1", "roles.actor_infer.replicas=2", "offload=always"),
     ),

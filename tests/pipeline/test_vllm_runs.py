@@ -109,7 +109,7 @@ RUNS = {
     "two halves of the weights, on Ray": (*RAY, "roles.actor_infer.parallel.tensor=2"),
     "two engines, adapters": (*RAY, "roles.actor_infer.replicas=2", LORA),
     "two halves of the weights, of a trainer over two ranks": ("roles.actor_infer.parallel.tensor=2", RANKS),
-    "broadcast by a trainer over two ranks, on Ray": (*RAY, RANKS, "weights=broadcast"),
+    "broadcast by a trainer over two ranks, on Ray": (*RAY, RANKS, "weight_sync=broadcast"),
 }
 
 
