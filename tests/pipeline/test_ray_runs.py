@@ -226,15 +226,15 @@ def test_a_run_that_is_interrupted_twice_leaves_no_process_behind(long: LongRun)
 @pytest.mark.slow
 def test_a_run_whose_trainer_dies_for_good_says_so_and_leaves_no_process_behind(tmp_path: Path) -> None:
     with long_run(tmp_path, *SMALL, *RAY, "fault_tolerance.restarts=0", steps=2) as run:
-        trainers = [pid for pid in run.processes() if _has_open(pid, "actor_train-0.log")]
+        trainers = _of_log(run.processes(), "actor_train-0.log")
         os.kill(trainers[0], signal.SIGKILL)
         status, said = run.end()
     assert status == 1
     assert "actor_train[0] died" in said
 
 
-def _has_open(pid: int, name: str) -> bool:
-    try:
-        return any(os.readlink(file).endswith(name) for file in Path(f"/proc/{pid}/fd").iterdir())
-    except OSError:
-        return False
+def _of_log(pids: list[int], name: str) -> list[int]:
+    """The processes whose output goes to a log: it is a pipe, from which the log's writer reads."""
+    writers = [pid for pid in pids if name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    read = {os.readlink(f"/proc/{pid}/fd/0") for pid in writers}
+    return [pid for pid in pids if pid not in writers and os.readlink(f"/proc/{pid}/fd/1") in read]
