@@ -200,6 +200,9 @@ class RunConfig(Section):
     keep: KeepConfig = KeepConfig()
     tensorboard: bool = True
     """Write TensorBoard events."""
+    trackers: tuple[str, ...] = ()
+    """More trackers, which get the metrics of every step: classes of yours, `module:Class` or `file.py:Class`, or names
+    that installed packages offer (docs/extending.md)."""
     save_samples: bool = True
     """Write every sample's text, tokens and rewards."""
     trace: bool = True

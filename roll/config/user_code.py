@@ -29,7 +29,7 @@ _IN_OPTIONS: Mapping[str, Mapping[str, Literal["file", "code"]]] = {
     "webshop": {"data": "file"},
     "gymnasium": {"show": "code", "read": "code"},
 }
-_FORMS = ("`package.module:name`", "`path/to/file.py:name`")
+FORMS = ("`package.module:name`", "`path/to/file.py:name`")
 
 
 def load_user_code(text: str, *, what: str, known: Iterable[str] = (), root: str | os.PathLike[str] | None = None) -> Any:
@@ -43,7 +43,7 @@ def load_user_code(text: str, *, what: str, known: Iterable[str] = (), root: str
     module_or_file, _, attribute = text.rpartition(":")
     if not module_or_file or not attribute:
         choices = list(known)
-        raise UserError(f"{what} {text!r} is not known: write {either([*choices, *_FORMS])}{did_you_mean(text, choices)}")
+        raise UserError(f"{what} {text!r} is not known: write {either([*choices, *FORMS])}{did_you_mean(text, choices)}")
     folder = working_copy(root)
     try:
         module = (
@@ -99,7 +99,7 @@ def _run_file(written: str, folder: Path) -> ModuleType:
         )
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise _CodeNotFound(f"{path} is not a Python file: write {either(_FORMS)}")
+        raise _CodeNotFound(f"{path} is not a Python file: write {either(FORMS)}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up here
     try:

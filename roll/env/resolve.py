@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from roll.config.errors import UserError
+from roll.config.registry import offered
 from roll.config.secrets import KNOWN, resolved
 from roll.config.suggest import did_you_mean
 from roll.config.user_code import find_file, load_user_code, named_in_options
@@ -79,7 +80,7 @@ def resolve(name: str, root: str | os.PathLike[str] | None = None) -> Factory:
     library, _, inner = name.partition(":")
     if library in LIBRARIES and inner:
         return _check_factory(name, _module(name, LIBRARIES[library]).factory_of(inner))
-    installed = {} if ":" in name else _entry_points()
+    installed = {} if ":" in name else offered(GROUP)
     what = f"environment {name!r} of an installed package, at" if name in installed else "environment"
     found = load_user_code(
         installed.get(name, name), what=what, known=sorted({*BUILT_IN, *_REGISTRY, *installed}), root=root
@@ -142,13 +143,6 @@ def _module(name: str, module: str) -> Any:
         if missing == "roll":
             raise
         raise UserError(f"environment {name!r} needs the package {missing}: run `pip install 'roll-rl[envs]'`") from error
-
-
-def _entry_points() -> dict[str, str]:
-    """The environments of installed packages: paths by name."""
-    from importlib.metadata import entry_points  # not above: it takes a while, and only short names need it
-
-    return {point.name: point.value for point in entry_points(group=GROUP)}
 
 
 def _check_factory(name: str, factory: Factory) -> Factory:

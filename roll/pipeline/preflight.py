@@ -30,6 +30,7 @@ from roll.reward import RewardFn, RewardSpec
 from roll.reward.builtin import BUILTINS, EXTERNAL_REWARDS, SHAPE_REWARDS
 from roll.run.code import load_object
 from roll.run.folder import RunFolder
+from roll.run.trackers import find_trackers
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ def find(
     model."""
     config = with_absolute_paths(config)
     given = {"reward": reward, "tasks": tasks, "chats": chats}
+    find_trackers(config.run, config.root)
     unused = {"rlvr": ("chats",), "sft": ("reward", "tasks")}[config.pipeline]
     for name in unused:
         if given[name] is not None:

@@ -42,6 +42,7 @@ from roll.run.history import History
 from roll.run.samples import check_samples
 from roll.run.state_latency import StateClock
 from roll.run.trace import MAX_BYTES, Trace
+from roll.run.trackers import Trackers, find_trackers
 from roll.strategy.train.base import UpdateStats
 
 _SHOW_S = 0.5
@@ -93,7 +94,7 @@ class Recorder:
         with ExitStack() as stack:
             ledger = Ledger.open(folder.ledger_path)
             stack.enter_context(ClosingOnFullDisk(ledger))
-            metrics = Metrics(folder, tensorboard=config.run.tensorboard)
+            metrics = Metrics(folder, _trackers(config, folder, reporter.warned))
             stack.enter_context(ClosingOnFullDisk(metrics))
             trace = _open_trace(config, folder) if config.run.trace else None
             recorder = cls(config, folder, ledger, metrics, reporter, trace)
@@ -303,6 +304,10 @@ class Recorder:
         now = time.monotonic()
         seconds, self._clock = now - self._clock, now
         return seconds
+
+
+def _trackers(config: Config, folder: RunFolder, warn: Callable[[str], None]) -> Trackers:
+    return Trackers(folder, find_trackers(config.run, config.root), config.model_dump(mode="json"), warn)
 
 
 def _open_trace(config: Config, folder: RunFolder) -> Trace:

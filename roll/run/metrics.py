@@ -1,4 +1,4 @@
-"""The metrics of every step: a JSON line in metrics.jsonl and, if enabled, TensorBoard events.
+"""The metrics of every step: a JSON line in metrics.jsonl, and a copy to the run's trackers.
 
 Every complete line of metrics.jsonl is valid JSON with a `step` and a `time_s` (seconds since the epoch); a number that
 is not finite is null. A line half-written by a kill is cut off before anything is added. Lines have checksums
@@ -23,17 +23,16 @@ from roll.config.renames import metric
 from roll.config.secrets import KNOWN
 from roll.run.folder import RunFolder
 from roll.run.line_checksums import ChecksumWriter, audit, drop_checksums
+from roll.run.trackers import Trackers
 
 
 class Metrics:
     """Writes the metrics of a run."""
 
-    def __init__(self, folder: RunFolder, tensorboard: bool) -> None:
+    def __init__(self, folder: RunFolder, trackers: Trackers | None = None) -> None:
         self._folder = folder
         self._path = folder.metrics_path
-        self._tensorboard_dir = folder.tensorboard_dir if tensorboard else None
-        self._events: Any = None
-        self._first_step: int | None = None
+        self._trackers = trackers
         self._open()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -47,9 +46,8 @@ class Metrics:
             self._file.flush()
         except OSError as error:
             raise RunError(f"cannot write to {self._path}: {error.strerror}") from error
-        if self._tensorboard_dir is not None:
-            for name, number in numbers.items():
-                self._event_writer().add_scalar(name, number, step)
+        if self._trackers is not None:
+            self._trackers.log(step, numbers)
 
     def truncate_after(self, step: int) -> None:
         """Deletes the steps after `step`; a run resumed from there writes them again."""
@@ -58,7 +56,8 @@ class Metrics:
         drop_checksums(self._folder.path, self._path)
         atomic_write(self._path, b"".join(line + b"\n" for line in kept))
         self._open()
-        self._first_step = step + 1
+        if self._trackers is not None:
+            self._trackers.resume_from(step + 1)
 
     def settle(self) -> None:
         """Syncs all lines to disk and records their number, so that a missing line is noticed later."""
@@ -78,9 +77,8 @@ class Metrics:
                 self._sums.close()
                 self._file.close()
         finally:
-            if self._events is not None:
-                events, self._events = self._events, None
-                events.close()
+            if self._trackers is not None:
+                self._trackers.close()
 
     def __enter__(self) -> Metrics:
         return self
@@ -111,14 +109,6 @@ class Metrics:
         self._path.touch()
         self._sums = ChecksumWriter(self._folder.path, self._path)
         self._file = _open_at_whole_line(self._path)
-
-    def _event_writer(self) -> Any:
-        if self._events is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            # TensorBoard hides the events at and after purge_step that an earlier process of this run wrote.
-            self._events = SummaryWriter(str(self._tensorboard_dir), purge_step=self._first_step, flush_secs=10)
-        return self._events
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:

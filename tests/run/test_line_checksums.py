@@ -27,7 +27,7 @@ STEPS = 6
 def run(folder: RunFolder) -> RunFolder:
     """A run that has ended, with metrics and samples of a few steps."""
     folder.ledger_path.touch()
-    with Metrics(folder, tensorboard=False) as metrics:
+    with Metrics(folder) as metrics:
         for step in range(1, STEPS + 1):
             metrics.log(step, {"reward/mean": step / 8, "samples": 4})
             write_samples(folder, step, [{"sample": f"{step}.{i}", "text": f"é {i}", "reward": i / 4} for i in range(4)])
@@ -94,7 +94,7 @@ def test_damage_is_refused_by_name_and_mended(run: RunFolder, name: str, kind: s
     assert str(run.path / name) in str(caught.value)
     assert "roll repair" in str(caught.value)
     with pytest.raises(RunError, match=says):
-        Metrics(run, tensorboard=False) if name.startswith("metrics") else check_samples(run, STEPS)
+        Metrics(run) if name.startswith("metrics") else check_samples(run, STEPS)
     assert repair(run.path, lambda _: {}).findings
     for was, now in zip(before, rows(run), strict=True):
         assert [row for row in was if row in now] == now, "what is kept is as it was, in its order"
@@ -162,20 +162,20 @@ def _restore(run: RunFolder, before: list[Any]) -> None:
     write_samples(run, 3, before[3])
     checksums_path(run.path, run.metrics_path).unlink(missing_ok=True)
     run.metrics_path.write_text("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in before[0]))
-    Metrics(run, tensorboard=False).close()
+    Metrics(run).close()
 
 
 def test_a_kill_between_a_checksum_and_its_line_costs_nothing(run: RunFolder) -> None:
-    metrics = Metrics(run, tensorboard=False)
+    metrics = Metrics(run)
     metrics._sums.add(b"a line that is never written")
     before = Metrics.read(run.metrics_path)
-    with Metrics(run, tensorboard=False) as resumed:
+    with Metrics(run) as resumed:
         resumed.log(STEPS + 1, {"a": 1})
     assert Metrics.read(run.metrics_path)[:-1] == before
 
 
 def test_steps_that_are_written_anew_have_new_checksums(run: RunFolder) -> None:
-    with Metrics(run, tensorboard=False) as metrics:
+    with Metrics(run) as metrics:
         metrics.truncate_after(3)
         metrics.log(4, {"a": 1})
     assert [row["step"] for row in Metrics.read(run.metrics_path)] == [1, 2, 3, 4]
@@ -188,7 +188,7 @@ def test_a_run_without_checksums_is_read_and_has_them_once_it_goes_on(run: RunFo
         file.unlink()
     before = rows(run)
     assert not repair(run.path, lambda _: {}).findings
-    with Metrics(run, tensorboard=False) as metrics:
+    with Metrics(run) as metrics:
         metrics.log(STEPS + 1, {"a": 1})
     assert rows(run)[0][:-1] == before[0]
     _digit(run.metrics_path)
@@ -197,7 +197,7 @@ def test_a_run_without_checksums_is_read_and_has_them_once_it_goes_on(run: RunFo
 
 
 def test_a_run_is_read_while_it_writes(run: RunFolder) -> None:
-    with Metrics(run, tensorboard=False) as metrics:
+    with Metrics(run) as metrics:
         for step in range(STEPS + 1, STEPS + 50):
             metrics.log(step, {"a": step})
             assert Metrics.read(run.metrics_path)[-1]["step"] == step

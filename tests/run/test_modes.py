@@ -23,7 +23,7 @@ def modes(path: Path) -> dict[str, str]:
 
 def fill(folder: RunFolder) -> None:
     Ledger.open(folder.ledger_path).close()
-    with Metrics(folder, tensorboard=False) as metrics:
+    with Metrics(folder) as metrics:
         metrics.log(1, {"a": 1.0})
     Trace.open(folder).close()
     History(folder).add("began", 0)

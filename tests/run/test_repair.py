@@ -212,7 +212,7 @@ def run(folder: RunFolder) -> RunFolder:
     checkpoints = Checkpoints(folder)
     with (
         Ledger.open(folder.ledger_path) as ledger,
-        Metrics(folder, tensorboard=False) as metrics,
+        Metrics(folder) as metrics,
         Trace.open(folder) as trace,
     ):
         for step in range(1, 5):
