@@ -29,6 +29,11 @@ class ParallelConfig(Section):
     computes, and the optimizer steps on the CPU: slow, for models whose shards do not fit. On CPUs it changes nothing."""
 
 
+TRAIN_STRATEGIES = ("single", "sharded")
+INFER_STRATEGIES = ("native", "vllm")
+"""ROLL's own strategies of roles that train or score, and of roles that generate."""
+
+
 class RoleConfig(Section):
     """Where a role runs and how it computes."""
 
@@ -41,9 +46,10 @@ class RoleConfig(Section):
     """CPU cores of each worker, 0 for as many as suit the role."""
     replicas: Workers = 0
     """Workers, 0 for as many as the devices give; of a sharded trainer its ranks, which on cores is 1 if not written."""
-    strategy: Literal["auto", "single", "sharded", "native", "vllm"] = "auto"
+    strategy: str = "auto"
     """How the role computes: `single` trains on one device, `sharded` on several together; `native` is the embedded
-    engine, `vllm` is vLLM. `auto` shards a trainer for which several GPUs are written."""
+    engine, `vllm` is vLLM; or a class, `module:Class` or `file.py:Class`, or the name of one that an installed package
+    offers (docs/extending.md). `auto` shards a trainer for which several GPUs are written."""
     parallel: ParallelConfig = ParallelConfig()
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """More arguments of a vLLM engine, by vLLM's names, such as `{quantization: fp8}`."""

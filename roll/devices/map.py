@@ -24,7 +24,8 @@ from roll.config.schema import Config, RoleConfig, RolesConfig
 from roll.config.suggest import either
 from roll.devices.inventory import Device, Inventory
 from roll.devices.spec import format_devices, parse_devices
-from roll.devices.strategies import choose_strategy, mesh_of
+from roll.devices.strategies import Backend, choose_strategy, mesh_of, on_one_device, over_ranks
+from roll.strategy.registry import InferBackend
 
 SCORING_ROLES = ("reward_model", "judge")
 """Roles with their own models that compute rewards while samples are generated."""
@@ -43,6 +44,7 @@ class RolePlacement:
     role: str
     strategy: str
     """Empty for a role without a model."""
+    backend: Backend | None
     workers: tuple[tuple[Device, ...], ...]
     placements: tuple[WorkerPlacement, ...]
 
@@ -53,6 +55,16 @@ class RolePlacement:
     @property
     def on_gpus(self) -> bool:
         return self.workers[0][0].kind == "gpu"
+
+    @property
+    def engine(self) -> type[InferBackend] | None:
+        """Of a role that generates."""
+        return self.backend if self.backend is not None and issubclass(self.backend, InferBackend) else None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether its engine serves the very tensors that it is given."""
+        return self.engine is not None and self.engine.in_place
 
     @property
     def mesh(self) -> MeshShape | None:
@@ -85,7 +97,7 @@ class DeviceMap:
     def one_copy(self) -> bool:
         """Whether the engine uses the trainer's own parameters: both are in one process, on the same GPU or both on the
         CPU."""
-        if self.executor != "local" or "actor_infer" not in self.roles or self.roles["actor_infer"].strategy != "native":
+        if self.executor != "local" or "actor_infer" not in self.roles or not self.roles["actor_infer"].in_place:
             return False
         if self.roles["actor_train"].mesh is not None:  # its ranks have processes of their own
             return False
@@ -113,8 +125,8 @@ def make_map(config: Config, inventory: Inventory, *, roles_in_use: Collection[s
     if config.deterministic:
         roles = _with_equal_threads(roles, config, inventory)
     device_map = DeviceMap(inventory, config.executor, roles)
-    native = "actor_infer" in roles and roles["actor_infer"].strategy == "native"
-    shares = native and roles["actor_train"].mesh is None
+    in_place = "actor_infer" in roles and roles["actor_infer"].in_place
+    shares = in_place and roles["actor_train"].mesh is None
     if config.executor == "local" and shares and not device_map.one_copy:
         raise UserError(
             "roles.actor_train and roles.actor_infer are on different devices, but in one process the engine uses the "
@@ -147,14 +159,14 @@ def _refuse_unused(config: Config, roles_in_use: Collection[str]) -> None:
 
 
 def _place_role(role: str, role_config: RoleConfig, config: Config, inventory: Inventory) -> RolePlacement:
-    strategy = choose_strategy(role, role_config, inventory)
+    strategy, backend = choose_strategy(role, role_config, inventory, config.root)
     if role in PROCESS_ROLES:
         workers, pinned = _process_workers(role, role_config, inventory)
     else:
-        workers, pinned = _model_workers(role, role_config, strategy, config, inventory)
+        workers, pinned = _model_workers(role, role_config, backend, config, inventory)
     _check_cpus(role, role_config, workers, pinned, inventory)
     mesh = None
-    if strategy == "sharded":
+    if over_ranks(backend):
         mesh = mesh_of(role, role_config, len(workers), workers[0][0].kind == "gpu")
     if config.executor == "local" and len(workers) > 1 and mesh is None:
         if role_config.replicas > 1:
@@ -177,7 +189,7 @@ def _place_role(role: str, role_config: RoleConfig, config: Config, inventory: I
         )
         for rank, worker in enumerate(workers)
     )
-    return RolePlacement(role, strategy, tuple(workers), placements)
+    return RolePlacement(role, strategy, backend, tuple(workers), placements)
 
 
 Workers = list[tuple[Device, ...]]
@@ -194,7 +206,7 @@ def _process_workers(role: str, role_config: RoleConfig, inventory: Inventory) -
 
 
 def _model_workers(
-    role: str, role_config: RoleConfig, strategy: str, config: Config, inventory: Inventory
+    role: str, role_config: RoleConfig, backend: Backend | None, config: Config, inventory: Inventory
 ) -> tuple[Workers, bool]:
     """The workers of a model role, and whether they are pinned to configured devices."""
     own_devices = parse_devices(role_config.devices, inventory, f"roles.{role}.devices")
@@ -202,14 +214,14 @@ def _model_workers(
     if choice == "auto":
         choice = inventory.devices("gpu") or "cpu"
     if isinstance(choice, str):
-        return _unpinned_workers(role, role_config, strategy, inventory), False
-    if own_devices == "auto" and strategy == "sharded":
+        return _unpinned_workers(role, role_config, backend, inventory), False
+    if own_devices == "auto" and over_ranks(backend):
         choice = _auto_rank_devices(role, role_config, choice)
     elif own_devices == "auto":
         choice = _auto_devices(role, choice, config.executor)
     if choice[0].kind == "gpu":
-        return _gpu_workers(role, role_config, strategy, choice, inventory), True
-    return _core_workers(role, role_config, strategy, choice, inventory), True
+        return _gpu_workers(role, role_config, backend, choice, inventory), True
+    return _core_workers(role, role_config, backend, choice, inventory), True
 
 
 def _auto_rank_devices(role: str, role_config: RoleConfig, devices: tuple[Device, ...]) -> tuple[Device, ...]:
@@ -235,24 +247,22 @@ def _auto_devices(role: str, devices: tuple[Device, ...], executor: str) -> tupl
     return devices if role == "actor_infer" else list(_by_node(devices).values())[end]
 
 
-def _unpinned_workers(role: str, role_config: RoleConfig, strategy: str, inventory: Inventory) -> Workers:
+def _unpinned_workers(role: str, role_config: RoleConfig, backend: Backend | None, inventory: Inventory) -> Workers:
     """Workers that are not pinned to cores. A `single` worker is on the first node (or the last, see
     `LAST_DEVICE_ROLES`); engines are placed round robin over the nodes; so are ranks, with those of one node next to each
     other."""
-    if strategy == "single":
+    if on_one_device(backend):
         _check_one_worker(role, role_config)
     nodes = len(inventory.nodes)
     first = nodes - 1 if role in LAST_DEVICE_ROLES else 0
     nodes_of_workers = [(first + rank) % nodes for rank in range(role_config.replicas or 1)]
-    return [
-        inventory.cores_of(node) for node in (sorted(nodes_of_workers) if strategy == "sharded" else nodes_of_workers)
-    ]
+    return [inventory.cores_of(node) for node in (sorted(nodes_of_workers) if over_ranks(backend) else nodes_of_workers)]
 
 
 def _gpu_workers(
-    role: str, role_config: RoleConfig, strategy: str, gpus: tuple[Device, ...], inventory: Inventory
+    role: str, role_config: RoleConfig, backend: Backend | None, gpus: tuple[Device, ...], inventory: Inventory
 ) -> Workers:
-    if strategy == "sharded" and role_config.replicas not in (0, len(gpus)):
+    if over_ranks(backend) and role_config.replicas not in (0, len(gpus)):
         instead = f", or write {_gpus(role_config.replicas)} in roles.{role}.devices"
         if role_config.replicas < len(gpus):
             instead = f", or write roles.{role}.devices={format_devices(gpus[: role_config.replicas], inventory)}"
@@ -260,9 +270,9 @@ def _gpu_workers(
             f"roles.{role}.replicas is {role_config.replicas}, but its {_gpus(len(gpus))} "
             f"{format_devices(gpus, inventory)} make a rank each: remove roles.{role}.replicas{instead}"
         )
-    if strategy == "sharded":
+    if over_ranks(backend):
         return [(gpu,) for gpu in gpus]
-    if strategy == "single":
+    if on_one_device(backend):
         _check_one_worker(role, role_config)
         if len(gpus) > 1:
             raise UserError(
@@ -289,11 +299,11 @@ def _gpu_workers(
 
 
 def _core_workers(
-    role: str, role_config: RoleConfig, strategy: str, cores: tuple[Device, ...], inventory: Inventory
+    role: str, role_config: RoleConfig, backend: Backend | None, cores: tuple[Device, ...], inventory: Inventory
 ) -> Workers:
     """Divides the cores evenly among the role's workers; no worker spans nodes."""
     written = format_devices(cores, inventory)
-    if strategy == "single":
+    if on_one_device(backend):
         _check_one_worker(role, role_config)
     replicas = role_config.replicas or 1
     if (device_map := _split_evenly(cores, replicas)) is not None:
@@ -305,7 +315,7 @@ def _core_workers(
             f"write roles.{role}.replicas={possible}"
         )
     where = f"roles.{role}.devices is {written}, where a worker would span nodes"
-    if strategy == "single":
+    if on_one_device(backend):
         node = format_devices(next(iter(_by_node(cores).values())), inventory)
         raise UserError(f"{where}: write cores of one node, such as roles.{role}.devices={node}")
     raise UserError(f"{where}: write roles.{role}.replicas={possible}")

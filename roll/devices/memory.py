@@ -34,8 +34,8 @@ from roll.engine.routes import RouteShape
 from roll.engine.slot_engine import EXACT_ROWS, PROMPT_ROWS
 from roll.model.rope import longest_sequence
 from roll.model.shape import ModelShape
-from roll.strategy.infer.vllm_args import cache_bytes as vllm_cache
 from roll.strategy.offload import Residency
+from roll.strategy.registry import InferBackend
 from roll.strategy.train.activation_memory import Footprint, PackedSize, Spans
 from roll.strategy.train.layer_wrapping import compiles
 from roll.strategy.train.microbatch_budget import MOMENT_BYTES, Budget, activation_budget
@@ -298,7 +298,8 @@ class _Worker:
     pool: DeviceMemory
     host_memory: DeviceMemory
     """The memory of its node."""
-    strategy: str
+    engine: type[InferBackend] | None
+    """Of a role that generates."""
     devices: int = 1
     """Number of devices that hold its weights together; this is one of them."""
     mesh: MeshShape | None = None
@@ -350,7 +351,7 @@ def _workers(map: DeviceMap, hosts: Mapping[int, DeviceMemory]) -> list[_Worker]
     workers = []
     for role_placement in map.roles.values():
         for devices, placement in zip(role_placement.workers, role_placement.placements, strict=True):
-            if not role_placement.strategy:
+            if role_placement.backend is None:
                 continue
             for device in devices if role_placement.on_gpus else devices[:1]:
                 host_memory = hosts[device.node]
@@ -363,7 +364,7 @@ def _workers(map: DeviceMap, hosts: Mapping[int, DeviceMemory]) -> list[_Worker]
                     device.kind,
                     pool,
                     host_memory,
-                    role_placement.strategy,
+                    role_placement.engine,
                     together,
                     role_placement.mesh,
                 )
@@ -402,19 +403,24 @@ def _resident(
 
 
 def _host_items(worker: _Worker, model: ModelSize) -> Sizes:
-    """What vLLM takes of its node's memory: its processes, and the weights that it reads from there."""
-    if worker.strategy != "vllm":
+    """What an engine takes of its node's memory: its processes, and the weights that it reads from there."""
+    engine = worker.engine
+    if engine is None:
         return []
-    weights = model.sizes_of(worker.role).parameters * model.dtypes[worker.role].itemsize
-    return [("vLLM's processes", RUNTIME_BYTES), ("weights on their way to vLLM", weights // worker.devices)]
+    items = [(f"{engine.starting}'s processes", engine.host_bytes)] if engine.host_bytes else []
+    if engine.loads_through_host:
+        weights = model.sizes_of(worker.role).parameters * model.dtypes[worker.role].itemsize
+        items.append((f"weights on their way to {engine.starting}", weights // worker.devices))
+    return items
 
 
-def _vllm_cache(role: str, shape: PretrainedConfig, dtype: torch.dtype, inputs: MemoryInputs) -> int:
-    """The KV cache on all devices of the worker together."""
-    written = inputs.engines.get(role, RoleConfig())
-    context, together = written.context_within(longest_sequence(shape)), written.parallel.tensor
-    planned = vllm_cache(shape, dtype.itemsize, context, inputs.running, inputs.response, together)
-    return together * int(written.engine_args.get("kv_cache_memory_bytes", planned))
+def _own_cache(worker: _Worker, shape: PretrainedConfig, dtype: torch.dtype, inputs: MemoryInputs) -> int | None:
+    """The KV cache that an engine allocates by its own rule, on all devices of the worker together."""
+    if worker.engine is None:
+        return None
+    settings = inputs.engines.get(worker.role, RoleConfig())
+    each = worker.engine.cache_bytes(shape, dtype.itemsize, settings, inputs.running, inputs.response)
+    return None if each is None else settings.parallel.tensor * each
 
 
 def _resident_items(map: DeviceMap, worker: _Worker, model: ModelSize, inputs: MemoryInputs) -> Sizes:
@@ -430,8 +436,8 @@ def _resident_items(map: DeviceMap, worker: _Worker, model: ModelSize, inputs: M
     if role in ("actor_infer", "judge"):
         weights = ("weights", 0) if map.one_copy and role == "actor_infer" else weights
         shape, inputs = model.shape_of(role), inputs.of_role(role)
-        if worker.strategy == "vllm":
-            return [weights, (CACHE, _vllm_cache(role, shape, dtype, inputs))]
+        if (own := _own_cache(worker, shape, dtype, inputs)) is not None:
+            return [weights, (CACHE, own)]
         paged = worker.kind == "gpu" and not inputs.exact
         recorded = RouteShape(sizes.chosen, sizes.experts) if inputs.router_replay and sizes.experts else None
         return [weights, (CACHE, cache_bytes(shape, dtype, inputs, paged, recorded))]

@@ -20,11 +20,11 @@ from roll.devices.mesh_division import check_divides
 from roll.devices.residency import ResidencyTable, make_residency_table
 from roll.devices.run_requirements import RunRequirements
 from roll.devices.sharded_memory import shard_sizes
-from roll.devices.strategies import TRAIN_ROLES
 from roll.model.classifier import load_classifier_config
 from roll.model.find import find_model
 from roll.model.loading import choose_dtype, load_model_config
 from roll.model.shape import ModelShape
+from roll.strategy.registry import TRAIN_ROLES
 from roll.strategy.train.microbatch_budget import FEWEST_ROWS, Budget
 from roll.strategy.train.sharded.sizes import ShardSizes
 

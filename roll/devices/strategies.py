@@ -2,40 +2,66 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from roll.cluster.mesh import MeshShape
 from roll.config.errors import UserError
 from roll.config.suggest import either
 from roll.config.workers import ParallelConfig, RoleConfig
 from roll.devices.inventory import Inventory
 from roll.devices.spec import parse_devices
+from roll.strategy.registry import (
+    AUTO_INFER,
+    AUTO_TRAIN,
+    INFER,
+    INFER_ROLES,
+    TRAIN,
+    TRAIN_ROLES,
+    InferBackend,
+    TrainBackend,
+    infer_backend,
+    train_backend,
+)
 
-TRAIN_ROLES = ("actor_train", "critic", "reference", "reward_model")
-"""Roles computed by a training strategy, with or without gradients."""
-INFER_ROLES = ("actor_infer", "judge")
-"""Roles computed by an engine."""
-STRATEGIES = {**dict.fromkeys(TRAIN_ROLES, ("single", "sharded")), **dict.fromkeys(INFER_ROLES, ("native", "vllm"))}
-"""Possible strategies per role with a model. `auto` is the first one, except for a trainer with several GPUs of its own:
-`sharded`."""
+Backend: TypeAlias = type[TrainBackend] | type[InferBackend]
 
 
-def choose_strategy(role: str, role_config: RoleConfig, inventory: Inventory) -> str:
-    """The role's strategy; empty for a role without a model. Raises for a strategy that the role cannot have, and for
-    settings that only another strategy uses."""
-    possible = STRATEGIES.get(role, ("",))
-    strategy = _auto(role, role_config, inventory) if role_config.strategy == "auto" else role_config.strategy
-    if strategy in possible:
-        _check_vllm_alone(role, role_config, strategy)
-        _check_parallel(role, role_config, strategy)
-        return strategy
-    if not possible[0]:
+def choose_strategy(
+    role: str, role_config: RoleConfig, inventory: Inventory, root: str = ""
+) -> tuple[str, Backend | None]:
+    """The role's strategy and its backend; empty and None for a role without a model. Raises for a strategy that the role
+    cannot have, and for settings that only another strategy uses. Code of the user's is looked for from `root`."""
+    written = role_config.strategy
+    if role not in (*TRAIN_ROLES, *INFER_ROLES):
+        if written != "auto":
+            raise UserError(
+                f"roles.{role}.strategy is {written!r}, but {role} has no model: remove roles.{role}.strategy"
+            )
+        _check_arguments(role, role_config, None)
+        _check_parallel(role, role_config, "", None)
+        return "", None
+    own, other = (TRAIN, INFER) if role in TRAIN_ROLES else (INFER, TRAIN)
+    if written in other.own:
+        does = "trains" if other is TRAIN else "generates"
         raise UserError(
-            f"roles.{role}.strategy is {role_config.strategy!r}, but {role} has no model: remove roles.{role}.strategy"
+            f"roles.{role}.strategy is {written!r}, which {does}, but {role} does not: "
+            f"write roles.{role}.strategy={either([*own.own])}"
         )
-    does = "trains" if strategy in STRATEGIES["actor_train"] else "generates"
-    raise UserError(
-        f"roles.{role}.strategy is {role_config.strategy!r}, which {does}, but {role} does not: "
-        f"write roles.{role}.strategy={either(possible)}"
-    )
+    strategy = _auto(role, role_config, inventory) if written == "auto" else written
+    backend: Backend = (train_backend if own is TRAIN else infer_backend)(strategy, role, root)
+    _check_arguments(role, role_config, backend)
+    _check_parallel(role, role_config, strategy, backend)
+    return strategy, backend
+
+
+def over_ranks(backend: Backend | None) -> bool:
+    """Whether a role's workers are the ranks of one model."""
+    return backend is not None and issubclass(backend, TrainBackend) and backend.over_ranks
+
+
+def on_one_device(backend: Backend | None) -> bool:
+    """Whether a role is one worker on one device."""
+    return backend is not None and issubclass(backend, TrainBackend) and not backend.over_ranks
 
 
 def mesh_of(role: str, role_config: RoleConfig, ranks: int, on_gpus: bool) -> MeshShape:
@@ -74,13 +100,14 @@ def _auto(role: str, role_config: RoleConfig, inventory: Inventory) -> str:
     if role in TRAIN_ROLES:
         written = parse_devices(role_config.devices, inventory, f"roles.{role}.devices")
         if not isinstance(written, str) and len(written) > 1 and written[0].kind == "gpu":
-            return "sharded"
-    return STRATEGIES.get(role, ("",))[0]
+            return AUTO_TRAIN[True]
+        return AUTO_TRAIN[False]
+    return AUTO_INFER
 
 
-def _check_vllm_alone(role: str, role_config: RoleConfig, strategy: str) -> None:
-    """Raises if settings that only vLLM uses are given for a role that vLLM does not compute."""
-    if strategy == "vllm":
+def _check_arguments(role: str, role_config: RoleConfig, backend: Backend | None) -> None:
+    """Raises for `engine_args` of a role whose engine takes none."""
+    if backend is not None and issubclass(backend, InferBackend) and backend.takes_arguments:
         return
     other = f", or roles.{role}.strategy=vllm" if role in INFER_ROLES else ""
     if role_config.engine_args:
@@ -90,25 +117,25 @@ def _check_vllm_alone(role: str, role_config: RoleConfig, strategy: str) -> None
         )
 
 
-def _check_parallel(role: str, role_config: RoleConfig, strategy: str) -> None:
+def _check_parallel(role: str, role_config: RoleConfig, strategy: str, backend: Backend | None) -> None:
     """Raises for mesh dimensions that the role's strategy does not have."""
-    if strategy == "sharded":
+    if over_ranks(backend):
         return
     defaults = dict(ParallelConfig())
-    known = ("tensor",) if strategy == "vllm" else ()
+    known = backend.parallel if backend is not None and issubclass(backend, InferBackend) else frozenset()
     written = next((key for key, value in role_config.parallel if value != defaults[key] and key not in known), None)
     if written is None:
         return
     given = f"roles.{role}.parallel.{written} is {str(getattr(role_config.parallel, written)).lower()}"
     if not strategy:
         raise UserError(f"{given}, but {role} has no model: remove roles.{role}.parallel")
-    if strategy == "native":
+    if backend is not None and issubclass(backend, InferBackend) and not known:
         several = f"write roles.{role}.strategy=vllm, or " if written == "tensor" else ""
         raise UserError(
-            f"{given}, but strategy native keeps the whole model on one device: {several}remove "
+            f"{given}, but strategy {strategy} keeps the whole model on one device: {several}remove "
             f"roles.{role}.parallel; more devices or roles.{role}.replicas give more engines"
         )
-    if strategy == "vllm":
+    if known:
         raise UserError(
             f"{given}, but an engine divides layers alone: remove roles.{role}.parallel.{written}; parallel.tensor is "
             f"how many GPUs hold a copy, and more devices or roles.{role}.replicas give more engines"

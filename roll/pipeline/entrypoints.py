@@ -172,7 +172,8 @@ async def _train(
     the run continues with, if it differs from the code it was trained with so far."""
     config, checkpoint = pipeline.config, resume_point.checkpoint
     with _stopped_as_cancelled():
-        loading = "loading the model" + (" and starting vLLM" if config.roles.actor_infer.strategy == "vllm" else "")
+        engine = plan.map.roles["actor_infer"].engine if "actor_infer" in plan.map.roles else None
+        loading = "loading the model" + (f" and starting {engine.starting}" if engine and engine.starting else "")
         recorder.reporter.phase(loading if config.executor == "local" else "starting the workers")
         executor.connect()  # before our signal handlers: Ray would install its own over them
         with _stop_on_signals(recorder):

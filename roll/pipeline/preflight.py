@@ -31,6 +31,7 @@ from roll.reward.builtin import BUILTINS, EXTERNAL_REWARDS, SHAPE_REWARDS
 from roll.run.code import load_object
 from roll.run.folder import RunFolder
 from roll.run.trackers import find_trackers
+from roll.strategy.registry import check_names
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ def find(
     config = with_absolute_paths(config)
     given = {"reward": reward, "tasks": tasks, "chats": chats}
     find_trackers(config.run, config.root)
+    check_names(config)
     unused = {"rlvr": ("chats",), "sft": ("reward", "tasks")}[config.pipeline]
     for name in unused:
         if given[name] is not None:

@@ -45,7 +45,7 @@ from roll.rollout.transcript import Transcript
 from roll.run import Panel
 from roll.scheduler.evaluate import Evaluation
 from roll.scheduler.generate_only import play
-from roll.strategy.infer.vllm_args import check_vllm
+from roll.strategy.registry import engine_backend_of
 from roll.strategy.train.optimizer import check_optimizer
 
 R = TypeVar("R", bound=TrainRoles)
@@ -221,7 +221,7 @@ def check(
 
 def _check_tasks(config: Config, tasks: TaskSet, reward_spec: RewardSpec) -> tuple[TaskSet, RewardSpec]:
     check_optimizer(config.train.optimizer)
-    check_vllm(config)
+    engine_backend_of(config).check(config, "actor_infer")
     check_scorers(config)
     resolve_loss(make_algorithm(config).loss_to_send)  # imports user code that the config names
     answers = check_answers(reward_spec, (*tasks.train, *tasks.held_out), config.reward.deadline_s)

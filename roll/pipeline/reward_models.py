@@ -15,7 +15,7 @@ from roll.model.classifier import load_classifier_config
 from roll.model.find import find_model
 from roll.model.loading import load_model_config, load_tokenizer
 from roll.pipeline.start import join_and_offload, offload_at_start
-from roll.strategy.infer.vllm_args import check_vllm
+from roll.strategy.registry import INFER_ROLES, engine_backend_of
 from roll.workers.device import DeviceWorker
 from roll.workers.judge import JudgeWorker
 from roll.workers.reward_model import RewardModelWorker
@@ -35,7 +35,8 @@ def check_scorers(config: Config) -> None:
                 load_model_config(source)
         except UserError as error:
             raise UserError(f"roles.{role}.{error}") from error  # prefixes the setting with the role
-        check_vllm(config, getattr(config.roles, role), role)
+        if role in INFER_ROLES:
+            engine_backend_of(config, role).check(config, role)
 
 
 async def start_scorers(

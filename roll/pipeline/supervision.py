@@ -34,7 +34,7 @@ from roll.pipeline.publisher import Publisher
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.roles import Roles, TrainRoles
 from roll.pipeline.watchdog import Watchdog
-from roll.strategy.train.factory import warm_up
+from roll.strategy.registry import warm_up
 from roll.workers.env import EnvWorker
 from roll.workers.infer import EngineLoad, InferWorker
 from roll.workers.judge import JudgeWorker
@@ -87,7 +87,7 @@ class TrainSupervision:
         """Keeps a spare process for every worker that is restarted when a trainer dies. If that fails, the run
         continues."""
         for learner in self._learners:
-            warm = partial(warm_up, config.model.path, learner.is_group)
+            warm = partial(warm_up, config, learner.role, learner.is_group)
             try:
                 await learner.keep_spares(warm)
             except RunError as error:

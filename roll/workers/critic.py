@@ -12,8 +12,8 @@ from roll.config.schema import Config
 from roll.data.batch import Batch
 from roll.data.remote_columns import TokenColumn
 from roll.strategy.offload import Residency
+from roll.strategy.registry import trainer_of
 from roll.strategy.train.base import UpdateStats, ValueStrategy
-from roll.strategy.train.factory import make_critic
 from roll.workers.rank_group import GroupWorker
 from roll.workers.train import join_tokens
 
@@ -31,7 +31,7 @@ class CriticWorker(GroupWorker):
         super().__init__(placement, config.deterministic)
 
     def build(self, group: RankGroup | None) -> None:
-        self._strategy = make_critic(self._config, self.placement, group)
+        self._strategy = trainer_of(self._config, self.placement).critic(self._config, self.placement, group)
 
     @property
     def strategy(self) -> ValueStrategy:

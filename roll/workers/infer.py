@@ -73,12 +73,13 @@ class InferWorker(DeviceWorker):
     def __init__(self, placement: WorkerPlacement, config: Config, *, own_weights: bool | None = None) -> None:
         """`own_weights`: whether the engine has its own copy of the weights; the default is no for the `local` executor,
         else yes."""
-        from roll.strategy.infer.factory import make_engine
+        from roll.strategy.infer.engine_role import EngineRole
+        from roll.strategy.registry import engine_backend_of
 
         super().__init__(placement, config.deterministic)
-        self._strategy: InferStrategy = make_engine(
-            placement, config, own_weights=config.executor != "local" if own_weights is None else own_weights
-        )
+        own_weights = config.executor != "local" if own_weights is None else own_weights
+        backend, role = engine_backend_of(config), EngineRole.of(config)
+        self._strategy: InferStrategy = backend.engine(config, placement, role, own_weights=own_weights)
         self._receiver: Receiver | None = None
         self._member = BroadcastMember()
         self._clients_of: dict[str, list[str]] = {}

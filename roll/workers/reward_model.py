@@ -51,9 +51,10 @@ class RewardModelWorker(GroupWorker):
         super().__init__(placement, config.deterministic)
 
     def build(self, group: RankGroup | None) -> None:
-        from roll.strategy.train.factory import make_scorer
+        from roll.strategy.registry import trainer_of
 
-        self._strategy, self._tokenizer, self._max_tokens = make_scorer(self._config, self.placement, group)
+        backend = trainer_of(self._config, self.placement)
+        self._strategy, self._tokenizer, self._max_tokens = backend.scorer(self._config, self.placement, group)
         if group is None:
             return
         from roll.workers.rank_commands import RankCommands

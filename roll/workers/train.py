@@ -18,9 +18,8 @@ from roll.config.schema import Config
 from roll.data.batch import Batch
 from roll.data.remote_columns import Array, Indices, TokenColumn
 from roll.strategy.offload import Residency
-from roll.strategy.train.base import TrainStrategy, UpdateStats
-from roll.strategy.train.factory import make_trainer
-from roll.strategy.train.single import SingleStrategy
+from roll.strategy.registry import trainer_of
+from roll.strategy.train.base import SharesWeights, TrainStrategy, UpdateStats
 from roll.weight_sync.broadcast import BroadcastBackend, BroadcastGroup
 from roll.weight_sync.rendezvous import SLOTS, Path, Rendezvous, WeightAnnouncement
 from roll.weight_sync.stream import Sender
@@ -55,7 +54,8 @@ class TrainWorker(GroupWorker):
         super().__init__(placement, config.deterministic)
 
     def build(self, group: RankGroup | None) -> None:
-        self._strategy = make_trainer(self._config, self.placement, group, trainable=self._trainable)
+        backend = trainer_of(self._config, self.placement)
+        self._strategy = backend.policy(self._config, self.placement, group, trainable=self._trainable)
 
     @dispatch(Dispatch.DATA, join=join_tokens)
     def log_probs(self, batch: Batch) -> TokenColumn:
@@ -80,8 +80,8 @@ class TrainWorker(GroupWorker):
     @dispatch(Dispatch.ONE)
     def weights(self, version: int) -> Weights:
         """The weights by reference, as a version that engines in this process can load and verify."""
-        assert isinstance(self._strategy, SingleStrategy), "only an unsharded model is shared within a process"
-        return self._strategy.weights(version)
+        assert isinstance(self.strategy, SharesWeights), "only a whole model is shared within a process"
+        return self.strategy.weights(version)
 
     @dispatch(Dispatch.ONE)
     def announce(self, version: int, path: Path) -> WeightAnnouncement:

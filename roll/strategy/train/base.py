@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from roll.data.batch import Batch
 from roll.data.tokenlog import FloatArray, IntArray
 from roll.strategy.offload import Residency
 from roll.weight_sync.stream import TensorSource
+from roll.weight_sync.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,15 @@ class TrainStrategy(CheckpointedTrainer, Protocol):
 
     def probe(self) -> tuple[Tensor, Tensor]:
         """A fixed prompt and the log-probs of its tokens after the first."""
+        ...
+
+
+@runtime_checkable
+class SharesWeights(Protocol):
+    """What a trainer whose model is whole in its process has besides, for engines in the same process."""
+
+    def weights(self, version: int) -> Weights:
+        """The current weights by reference, as a version that an engine can load and verify."""
         ...
 
 

@@ -15,9 +15,11 @@ from roll.cli import main
 from roll.cluster import WorkerPlacement
 from roll.config import Config
 from roll.config.errors import UserError
-from roll.config.schema import RoleConfig
+from roll.config.schema import RoleConfig, RolesConfig
+from roll.config.workers import JudgeRole
 from roll.engine.request import Request, SamplingParams
 from roll.engine.routes import ExpertLayers
+from roll.strategy.infer.engine_role import EngineRole
 from roll.strategy.infer.vllm import _Running
 from roll.strategy.infer.vllm_args import (
     SET_BY_ROLL,
@@ -95,9 +97,9 @@ def test_an_argument_that_is_rolls_to_set_is_refused_with_what_to_write(pretende
 
 
 def test_what_a_judges_engine_is_set_by_is_the_judges(pretended: None) -> None:
-    judge = RoleConfig(strategy="vllm", engine_args={"max_num_seqs": 3})
+    roles = RolesConfig(judge=JudgeRole(strategy="vllm", engine_args={"max_num_seqs": 3}))
     with pytest.raises(UserError, match=r"roles\.judge\.engine_args\.max_num_seqs .* write roles\.judge\.max_running"):
-        check_vllm(config(), judge, "judge")
+        check_vllm(config().model_copy(update={"roles": roles}), "judge")
 
 
 @pytest.mark.parametrize("section", ["rollout", "eval"])
@@ -115,18 +117,20 @@ def test_the_cache_holds_what_may_run_unless_the_user_says_how_much() -> None:
     shape = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=64)
     shape.max_position_embeddings = 4096
     place = WorkerPlacement("actor_infer")
-    few = memory_args(shape, 2, config(rollout={"max_running": 1, "max_new_tokens": 10}), place)
-    many = memory_args(shape, 2, config(rollout={"max_running": 64, "max_new_tokens": 88}), place)
+    few = memory_args(shape, 2, EngineRole.of(config(rollout={"max_running": 1, "max_new_tokens": 10})), place)
+    many = memory_args(shape, 2, EngineRole.of(config(rollout={"max_running": 64, "max_new_tokens": 88})), place)
     token = 2 * 2 * 2 * 16 * 2
     assert few == {"kv_cache_memory_bytes": int(1.25 * 4096 * token)}  # the longest sequence must fit
     assert many == {"kv_cache_memory_bytes": int(1.25 * 64 * 344 * token)}
-    shorter = memory_args(shape, 2, config({"max_model_len": 2048}, rollout={"max_running": 1}), place)
+    shorter = memory_args(shape, 2, EngineRole.of(config({"max_model_len": 2048}, rollout={"max_running": 1})), place)
     assert shorter == {"kv_cache_memory_bytes": int(1.25 * 2048 * token)}
-    least = memory_args(shape, 2, config({"max_model_len": 32}, rollout={"max_running": 1}), place)
+    least = memory_args(shape, 2, EngineRole.of(config({"max_model_len": 32}, rollout={"max_running": 1})), place)
     assert least == {"kv_cache_memory_bytes": int(1.25 * 1024 * token)}  # some blocks
-    assert memory_args(shape, 2, config({"kv_cache_memory_bytes": 1}), place) == {}
-    assert memory_args(shape, 2, config({"gpu_memory_utilization": 0.5}), place) == {}
-    assert "gpu_memory_utilization" in memory_args(shape, 2, config(), WorkerPlacement("actor_infer", device="cuda:0"))
+    assert memory_args(shape, 2, EngineRole.of(config({"kv_cache_memory_bytes": 1})), place) == {}
+    assert memory_args(shape, 2, EngineRole.of(config({"gpu_memory_utilization": 0.5})), place) == {}
+    assert "gpu_memory_utilization" in memory_args(
+        shape, 2, EngineRole.of(config()), WorkerPlacement("actor_infer", device="cuda:0")
+    )
 
 
 def test_the_cache_of_an_engine_on_several_devices_is_that_of_one() -> None:
