@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import resource
@@ -26,13 +27,19 @@ _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["roll.strategy.train.sharded.module", "roll.strategy.train.single"])
 
 
+_MMAP_THRESHOLD = -3
+"""M_MMAP_THRESHOLD of malloc.h."""
+
 needs_account = pytest.mark.skipif(
     not Path("/proc/self/status").is_file(), reason="needs Linux's account of a process's memory"
 )
 
 
 def within(room: int) -> None:
-    """From now on this process may allocate so many bytes more; pages of files that are only read do not count."""
+    """From now on this process may allocate so many bytes more; pages of files that are only read do not count. The
+    allocator returns the memory of every freed tensor: otherwise small objects keep the heap large. It is told here, not
+    by its environment variable, which a process forked off an older one does not read."""
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
     status = Path("/proc/self/status").read_text()
     used = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData"))
     resource.setrlimit(resource.RLIMIT_DATA, (used + room, resource.getrlimit(resource.RLIMIT_DATA)[1]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -55,9 +56,12 @@ class TensorBoard:
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # TensorBoard hides the events at and after purge_step that an earlier process of this run wrote.
-        folder = str(run.folder / TENSORBOARD)
-        self._writer: Any = SummaryWriter(folder, purge_step=run.first_step, flush_secs=10)
+        # TensorBoard hides the events at and after purge_step that files before this one have. It orders files by their
+        # names, which begin with the second they were created in: two files of one second may be read in any order.
+        folder = run.folder / TENSORBOARD
+        while any(folder.glob(f"events.out.tfevents.{int(time.time())}.*")):
+            time.sleep(0.02)
+        self._writer: Any = SummaryWriter(str(folder), purge_step=run.first_step, flush_secs=10)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, number in metrics.items():

@@ -201,8 +201,11 @@ def test_a_root_may_be_written(project: Path) -> None:
     ],
 )
 def test_a_file_of_the_working_directory_that_a_yaml_does_not_see_is_pointed_out(
-    project: Path, settings: dict[str, Any], file: str, write: str
+    project: Path, settings: dict[str, Any], file: str, write: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    elsewhere = [path for path in sys.path if path and (Path(path) / "mine.py").exists()]  # other tests' files
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in elsewhere])
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
     Path(file).parent.mkdir(exist_ok=True)
     Path(file).write_text("def tasks(split): return []\n")
     config = load_config(written(project / "configs" / "a.yaml", settings))

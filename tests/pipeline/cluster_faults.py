@@ -436,7 +436,8 @@ def assert_clear_stop(outcome: Outcome, output: str) -> None:
 
 def assert_same_ending(run: Remains, undisturbed: Remains) -> None:
     """Weights, optimizer, what was trained on and in which step are equal, and the ledger balances."""
-    assert _whatever_tries(run.samples()) == _whatever_tries(undisturbed.samples())
+    difference = _first_difference(_whatever_tries(run.samples()), _whatever_tries(undisturbed.samples()))
+    assert difference is None, difference
     assert {id: end[0] for id, end in run.lineage().items()} == {id: end[0] for id, end in undisturbed.lineage().items()}
     assert run.weights() == undisturbed.weights()
     assert run.optimizer() == undisturbed.optimizer()
@@ -444,6 +445,18 @@ def assert_same_ending(run: Remains, undisturbed: Remains) -> None:
         balance = index.balance()
     assert not balance.problems
     assert balance.groups.open == 0
+
+
+def _first_difference(one: dict[int, list[dict[str, Any]]], other: dict[int, list[dict[str, Any]]]) -> str | None:
+    """Where samples differ, for a message."""
+    for step in sorted(one.keys() | other.keys()):
+        rows, others = ({row["sample"]: row for row in samples.get(step, [])} for samples in (one, other))
+        for sample in sorted(rows.keys() | others.keys()):
+            row, another = rows.get(sample, {}), others.get(sample, {})
+            if keys := [key for key in row.keys() | another.keys() if row.get(key) != another.get(key)]:
+                values = {key: (row.get(key), another.get(key)) for key in sorted(keys)}
+                return f"step {step}, sample {sample}: {values}"
+    return None if one == other else "the samples are in another order"
 
 
 def _whatever_tries(samples: dict[int, list[dict[str, Any]]]) -> dict[int, list[dict[str, Any]]]:

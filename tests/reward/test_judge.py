@@ -288,7 +288,7 @@ DEEP = "[" * 5000 + "]" * 5000
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        (DEEP, "RecursionError"),
+        (DEEP, "RecursionError|not a chat completion"),  # libraries raise the limit of recursion
         ("[" + "0," * 2_000_000 + "0]", "longer than 2 MiB"),
         ('{"choices": [{"message": {"content": [1]}}]}', "not text"),
         ('{"choices": [{"message": {"content": {"a": 1}}}]}', "not text"),
