@@ -140,10 +140,8 @@ async def _carried(flying: int, samples: int, ledger: Path) -> float:
         steps = max(samples // flying, 2)
         for step in range(steps):
             rollout = await scheduler.next_rollout()
-            scheduler.mark_trained(rollout, step + 1)
-            scheduler.after_publish(step + 1)
+            scheduler.commit(rollout, step + 1)
             record.flush()
-            await pool.tokens.release(rollout.samples)
         return steps * flying / (time.process_time() - began_s)
 
 

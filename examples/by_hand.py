@@ -22,9 +22,7 @@ async def main() -> None:
                 reward = sum(sample.reward for sample in rollout.samples) / len(rollout.samples)
                 print(f"step {step + 1}: reward {reward:.3f}, {stats.tokens} tokens in {stats.rows} rows")
             await roll.publish(roles.actor, roles.engines, version=step + 1)
-            scheduler.after_publish(step + 1)
-            scheduler.mark_trained(rollout, step + 1)  # its groups are done with
-            await roles.pool.tokens.release(rollout.samples)
+            scheduler.commit(rollout, version=step + 1)
 
 
 asyncio.run(main())

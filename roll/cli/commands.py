@@ -31,7 +31,6 @@ from roll.pipeline.signals import Stopped, exit_status
 
 if TYPE_CHECKING:
     from roll.config import Config
-    from roll.pipeline.preflight import Found
     from roll.pipeline.run_code import Code
 
 
@@ -352,9 +351,9 @@ def _print_reward(run: Path) -> None:
         _console.print(f"reward: {reward}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _found(config: Config, read: bool = True) -> Found | None:
-    """The tasks or chats that the config names; without `read`, only the model is checked. Refuses missing ones before
-    the slow imports."""
+def _found(config: Config, read: bool = True) -> Any:
+    """The data that the config names, as its pipeline reads it; without `read`, only the model is checked. What is
+    missing is refused before the slow imports."""
     from roll.pipeline.preflight import check_model, find
 
     found = find(config) if read else None

@@ -20,8 +20,9 @@ from roll.config.domains import DomainConfig, SourceConfig
 from roll.config.reward import RewardPart, RewardRule
 from roll.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
 from roll.config.section import Section
+from roll.config.settings import RunConfig
 from roll.config.user_code import find_file, named_in_options, working_copy
-from roll.config.workers import RoleModel
+from roll.config.workers import RoleConfig, RoleModel
 from roll.config.yaml_document import Path as Keys
 
 Kind: TypeAlias = Literal["code", "file", "dataset", "model", "run"]
@@ -159,7 +160,7 @@ def _walk(section: Section, above: Keys) -> Iterator[Name]:
         yield Name((*above, "name"), section.name, "code")
     elif isinstance(section, ModelConfig | RoleModel):
         yield from _names_in_model(section, above)
-    elif isinstance(section, RolloutConfig | AlgorithmConfig | DomainConfig):
+    elif isinstance(section, RolloutConfig | AlgorithmConfig | DomainConfig | RunConfig | RoleConfig | Config):
         yield from _code_in(section, above)
     for key in type(section).model_fields:
         yield from _walk_value(getattr(section, key), (*above, key))
@@ -186,7 +187,7 @@ def _names_in_model(model: ModelConfig | RoleModel, above: Keys) -> Iterator[Nam
 
 
 def _code_in(section: Section, above: Keys) -> Iterator[Name]:
-    for key in ("filter", "task_order", "policy", "early_stop", "loss", "name"):
+    for key in ("filter", "task_order", "policy", "early_stop", "loss", "name", "pipeline", "strategy", "trackers"):
         value = getattr(section, key, None)
         if isinstance(value, str) and is_code(value):
             yield Name((*above, key), value, "code")

@@ -238,8 +238,10 @@ class EnvConfig(Section):
 class Settings(Section):
     """All settings of a run, which may still contradict each other: `Config` refuses those that do."""
 
-    pipeline: Literal["rlvr", "sft"] = "rlvr"
-    """`rlvr`: reinforcement learning from verifiable rewards. `sft`: supervised fine-tuning on conversations."""
+    pipeline: str = "rlvr"
+    """`rlvr`: reinforcement learning from verifiable rewards. `sft`: supervised fine-tuning on conversations. Or a class
+    of yours, `module:Class` or `file.py:Class`, or the name of one that an installed package offers
+    (docs/extending.md)."""
     model: ModelConfig = ModelConfig()
     seed: Seed = 0
     """Fixes the order of tasks, the noise of sampling and fresh weights."""

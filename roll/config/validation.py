@@ -42,11 +42,17 @@ def check(config: Settings) -> None:
     _check_across_fields(config)
 
 
+def has_rewards(config: Settings) -> bool:
+    """Whether the pipeline reads the section `reward`."""
+    return "reward" not in UNUSED_BY_PIPELINE.get(config.pipeline, ())
+
+
 def _check_unused(config: Settings) -> None:
-    """What the pipeline does not read must be left alone."""
-    other = "sft" if config.pipeline == "rlvr" else "rlvr"
-    unused = [(name, key) for name in UNUSED_BY_PIPELINE[config.pipeline] if (key := _changed(config, name)) is not None]
+    """What the pipeline does not read must be left alone. A pipeline of the user's may read anything."""
+    others = UNUSED_BY_PIPELINE.get(config.pipeline, ())
+    unused = [(name, key) for name in others if (key := _changed(config, name)) is not None]
     if unused:
+        other = "sft" if config.pipeline == "rlvr" else "rlvr"
         rest = f"in pipeline {config.pipeline}: remove it, or write pipeline={other}"
         raise ValueError("\n".join(f"{key} is set, but nothing reads {name} {rest}" for name, key in unused))
 

@@ -58,7 +58,7 @@ def planned_writes(config: Config, map: DeviceMap, model: ModelSize, inputs: Mem
     kept = min(saved, run.keep.checkpoints + kept_forever + run.keep.best)
     samples = inputs.groups * config.train.updates_per_step * inputs.group_size
     lasting: dict[str, int] = {}
-    if config.pipeline == "sft":
+    if "actor_infer" not in map.roles:  # no samples are generated
         lasting["ledger"] = samples * steps * CHAT_LEDGER_BYTES
     else:
         issued = ceil(samples * (1 + config.rollout.max_replacements))

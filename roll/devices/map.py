@@ -139,7 +139,7 @@ def _refuse_unused(config: Config, roles_in_use: Collection[str]) -> None:
     for role in RolesConfig.model_fields:
         if role in roles_in_use or (written := getattr(config.roles, role)) == type(written)():
             continue
-        if config.pipeline != "rlvr":
+        if "actor_infer" not in roles_in_use:  # the pipeline generates no samples
             raise UserError(f"roles.{role}: pipeline {config.pipeline} has no {role}: remove roles.{role}")
         algorithm = config.algorithm.name
         if role == "reference" and config.model.adapters is not None:

@@ -19,8 +19,9 @@ from roll.data.chat_sources import ChatSource
 from roll.data.sources import TaskSource
 from roll.devices.disk_estimate import disk_warning
 from roll.devices.plan import Plan, check_memory, make_plan
-from roll.pipeline.preflight import Found, check_folder, check_has_rollouts
-from roll.pipeline.prepare import Pipeline, RLVRPipeline, prepare
+from roll.pipeline.base import Pipeline
+from roll.pipeline.preflight import check_folder, check_has_rollouts
+from roll.pipeline.prepare import prepare
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.report import PlainReporter, Reporter
 from roll.pipeline.resume import ResumePoint, find_resume_point, newest_checkpoint
@@ -49,7 +50,7 @@ def train(
     chats: ChatSource | None = None,
     reporter: Reporter | None = None,
     code: Code | None = None,
-    found: Found | None = None,
+    found: Any = None,
 ) -> dict[str, Any]:
     """Trains as the config says and returns the summary. `reward`, `tasks` and `chats` replace those the config names.
 
@@ -253,7 +254,7 @@ def evaluate(
     reward: RewardFn | None = None,
     tasks: TaskSource | None = None,
     chats: ChatSource | None = None,
-    found: Found | None = None,
+    found: Any = None,
 ) -> Evaluation | SFTEval:
     """Evaluates the config's model on held-out data."""
     pipeline = prepare(config, reward=reward, tasks=tasks, chats=chats, found=found)
@@ -277,19 +278,18 @@ def play(
     *,
     reward: RewardFn | None = None,
     tasks: TaskSource | None = None,
-    found: Found | None = None,
+    found: Any = None,
 ) -> list[Transcript]:
     """Rolls out `episodes` attempts at the config's tasks with its model, for inspection; nothing is trained."""
     check_has_rollouts(config)
     pipeline = prepare(config, reward=reward, tasks=tasks, found=found)
-    assert isinstance(pipeline, RLVRPipeline)
     with executor_of(config) as executor:
         plan = make_plan(pipeline.config, pipeline.requirements, inventory_of(config, executor))
         check_memory(plan)
         return asyncio.run(_play(pipeline, executor, plan, episodes))
 
 
-async def _play(pipeline: RLVRPipeline, executor: Executor, plan: Plan, episodes: int) -> list[Transcript]:
+async def _play(pipeline: Pipeline[Any, Any], executor: Executor, plan: Plan, episodes: int) -> list[Transcript]:
     executor.connect()
     with cancelled_by_signals():
         async with pipeline.start(executor, plan) as roles:

@@ -27,17 +27,12 @@ def check_policies(config: Config, tasks: TaskSet) -> None:
 
 def make_policies(config: Config, tasks: TaskSet) -> tuple[TaskSampler, Filter]:
     """The task sampler, and the filter of finished groups."""
-    rollout = config.rollout
     task_sampler = make_task_sampler(
         tasks.train,
         config.seed,
-        task_order=rollout.task_order,
+        config.rollout,
         sampler=config.tasks.sampler,
         weights=config.domain_mix,
-        oversample=rollout.oversample,
-        batch_selection=rollout.batch_selection,
-        window=rollout.lookahead,
-        groups_per_step=rollout.groups_per_step,
         root=config.root,
     )
     return task_sampler, _filter(config)

@@ -5,7 +5,7 @@ Imports neither torch nor transformers, which take seconds. The results are pass
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from roll.config.reward import RewardRule
 from roll.config.root import is_object, with_absolute_paths
 from roll.config.schema import Config
 from roll.config.suggest import did_you_mean
-from roll.data.chat_sources import ChatSet, ChatSource, load_chats
+from roll.data.chat_sources import ChatSource
 from roll.data.domains import load_domains
 from roll.data.eval_sets import with_eval_sets
 from roll.data.formats import FORMATS
@@ -26,21 +26,13 @@ from roll.env.preflight import check_seed, checks_values, episodes
 from roll.env.resolve import portable_spec as find_code
 from roll.model.find import check_template, find_model
 from roll.pipeline.policies import check_policies
+from roll.pipeline.registry import pipeline_of
 from roll.reward import RewardFn, RewardSpec
 from roll.reward.builtin import BUILTINS, EXTERNAL_REWARDS, SHAPE_REWARDS
 from roll.run.code import load_object
 from roll.run.folder import RunFolder
 from roll.run.trackers import find_trackers
 from roll.strategy.registry import check_names
-
-
-@dataclass(frozen=True)
-class Found:
-    """The data of a run: tasks and their reward, or conversations for `pipeline: sft`."""
-
-    tasks: TaskSet | None = None
-    reward_spec: RewardSpec | None = None
-    chats: ChatSet | None = None
 
 
 def check_folder(config: Config, *, resume: bool, restart: bool) -> None:
@@ -63,7 +55,7 @@ def check_model(config: Config) -> None:
 
 def check_has_rollouts(config: Config) -> None:
     """Refuses a pipeline that has no rollouts."""
-    if config.pipeline != "rlvr":
+    if not pipeline_of(config).has_rollouts:
         raise UserError(f"pipeline {config.pipeline} makes no rollouts: write pipeline=rlvr")
 
 
@@ -73,27 +65,23 @@ def find(
     reward: RewardFn | None = None,
     tasks: TaskSource | None = None,
     chats: ChatSource | None = None,
-) -> Found:
-    """The tasks or chats that the config names, or the objects given instead, checked as far as possible without the
-    model."""
+) -> Any:
+    """The data that the config names, or the objects given instead, as its pipeline reads it: checked as far as possible
+    without the model."""
     config = with_absolute_paths(config)
-    given = {"reward": reward, "tasks": tasks, "chats": chats}
     find_trackers(config.run, config.root)
     check_names(config)
-    unused = {"rlvr": ("chats",), "sft": ("reward", "tasks")}[config.pipeline]
-    for name in unused:
-        if given[name] is not None:
-            raise UserError(f"{name} were given, but nothing reads them in pipeline {config.pipeline}: leave them out")
-    if config.pipeline == "sft":
-        chats = _object_given_in_python(config.data.source) if chats is None else chats
-        return Found(chats=load_chats(config.data, chats, config.root))
-    return Found(*find_tasks(config, reward, tasks))
+    pipeline, given = pipeline_of(config), {"reward": reward, "tasks": tasks, "chats": chats}
+    objects = {name: value for name, value in given.items() if value is not None}
+    for name in objects.keys() - pipeline.objects:
+        raise UserError(f"{name} were given, but nothing reads them in pipeline {config.pipeline}: leave them out")
+    return pipeline.find(config, objects)
 
 
 def find_tasks(config: Config, reward: RewardFn | None, tasks: TaskSource | None) -> tuple[TaskSet, RewardSpec]:
     """The tasks and the reward of a run with rollouts."""
-    reward = _object_given_in_python(config.reward.name) if reward is None else reward
-    tasks = _object_given_in_python(config.tasks.source) if tasks is None else tasks
+    reward = object_given_in_python(config.reward.name) if reward is None else reward
+    tasks = object_given_in_python(config.tasks.source) if tasks is None else tasks
     task_set, reward_spec = _tasks_and_reward(config, reward, tasks)
     task_set = _located(with_eval_sets(task_set, config.eval.sets, config.root), config.root)
     reward_spec = reward_spec.with_sets(_set_rewards(config))
@@ -108,7 +96,7 @@ def find_tasks(config: Config, reward: RewardFn | None, tasks: TaskSource | None
     return task_set, reward_spec
 
 
-def _object_given_in_python(name: str) -> Any:
+def object_given_in_python(name: str) -> Any:
     """The object that a name in a run's config refers to, if it was given in Python; None otherwise."""
     return load_object(name) if is_object(name) else None
 

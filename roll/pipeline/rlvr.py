@@ -88,6 +88,7 @@ class RLVR:
             await self._scheduler.restore(state.scheduler, self._tasks.train, self._checkpoint)
         async with self._publisher.changing():
             await self._publish(state.step)
+        self._scheduler.after_publish(state.step)
         if state.before is None:
             await self._evaluate()
         while state.step < config.train.steps and not recorder.stop_requested and not self._nothing_left_to_learn():
@@ -202,7 +203,6 @@ class RLVR:
         await self._residency_manager.enter("publish")
         with self._recorder.span("publish"):
             await self._publisher.publish(version)
-        self._scheduler.after_publish(version)
 
     async def _save(self) -> None:
         self.state.scheduler, self.state.algorithm = self._scheduler.state(), self._algorithm.state()
@@ -217,7 +217,7 @@ class RLVR:
     def _count_step(self, rollout: RolloutBatch, untrained: dict[str, str]) -> None:
         self.state.step += 1
         self.state.idle_steps = 0 if rollout.batch is not None else self.state.idle_steps + 1
-        self._scheduler.mark_trained(rollout, self.state.step, untrained)
+        self._scheduler.commit(rollout, self.state.step, untrained)
 
     def _nothing_left_to_learn(self) -> bool:
         """Whether the run can stop early because no task has anything left to teach; raises if no sample ever got a

@@ -108,7 +108,6 @@ class RLVRMetrics:
         recorder.log(state.step, values)
         if self._config.run.save_samples and rollout.final_states() != self._written_states:
             await roles.pool.tokens.write(state.step, rollout.final_states(), overwrite=True)
-        await roles.pool.tokens.release(rollout.samples)
         facts = [
             ("answer length", f"{values['response/tokens_mean']:.1f} tokens"),
             ("speed", f"{values['response/tokens_per_s']:.0f} tokens/s generating"),

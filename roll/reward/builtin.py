@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from roll.config.registry import Registry
+
 BUILTINS: Mapping[str, str] = MappingProxyType(
     {
         "choice": "roll.reward.choice:Choice",
@@ -24,6 +26,8 @@ BUILTINS: Mapping[str, str] = MappingProxyType(
     }
 )
 """What to call with the reward's options: a class whose instances are rewards, or a function that returns one."""
+
+REWARDS = Registry("reward", "roll.rewards", BUILTINS)
 
 SHAPE_REWARDS = frozenset({"format", "length", "repetition"})
 """Rewards that judge only the form of a text, whatever the task."""

@@ -1,4 +1,5 @@
-"""Creates a reward from its name (a built-in, `package.module:name` or `file.py:name`) and options.
+"""Creates a reward from its name (a built-in, one of an installed package, `package.module:name` or `file.py:name`) and
+options.
 
 A user's name refers to a function, whose options are its arguments after `(task, response)`, or to a class, whose options
 are the arguments of an instance that is called with `(task, response)`.
@@ -7,7 +8,6 @@ are the arguments of an instance that is called with `(task, response)`.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -17,9 +17,8 @@ from roll.config.errors import UserError
 from roll.config.option_types import check_types
 from roll.config.secrets import KNOWN, resolved
 from roll.config.suggest import did_you_mean
-from roll.config.user_code import load_user_code
 from roll.reward.base import RewardFn
-from roll.reward.builtin import BUILTINS
+from roll.reward.builtin import REWARDS
 
 
 def make(
@@ -32,13 +31,13 @@ def make(
     """The reward of that name with these options; user code is searched from `root`. A `UserError` says what is wrong
     with the setting `where`."""
     KNOWN.learn(options := resolved(options or {}, f"{where}.options"))
-    if name not in BUILTINS:
-        found = load_user_code(name, what=where, known=BUILTINS, root=root)
+    if name not in REWARDS.own:
+        found = REWARDS.find(name, where, root)
         if not inspect.isclass(found):
             return _of_function(name, found, options, where)
         _bind(name, found, (), options, where)
         return callable_reward(name, _construct(found, options, where), where)
-    factory = _factory(name)
+    factory = REWARDS.find(name, where)
     _bind(name, factory, (), options, where)
     return cast(RewardFn, _construct(factory, options, where))
 
@@ -46,9 +45,9 @@ def make(
 def check_built_in(name: str, options: Mapping[str, Any], where: str = "reward") -> None:
     """Raises `UserError` if an option of a built-in has the wrong type, or names a token that is not set. Imports
     pydantic, which grader processes do without."""
-    if name not in BUILTINS:
+    if name not in REWARDS.own:
         return
-    check_types(_factory(name), options, f"{where}.options.")
+    check_types(REWARDS.find(name, where), options, f"{where}.options.")
     token = options.get("token_env")
     if token and not os.environ.get(token):
         raise UserError(
@@ -76,11 +75,6 @@ def _of_function(name: str, function: Any, options: Mapping[str, Any], where: st
         if hasattr(function, attribute):
             setattr(reward, attribute, getattr(function, attribute))
     return cast(RewardFn, reward)
-
-
-def _factory(name: str) -> Callable[..., Any]:
-    module, _, attribute = BUILTINS[name].partition(":")
-    return cast(Callable[..., Any], getattr(importlib.import_module(module), attribute))
 
 
 def _construct(factory: Callable[..., Any], options: Mapping[str, Any], where: str) -> Any:

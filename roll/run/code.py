@@ -32,6 +32,7 @@ from roll.config.file_modes import inherit_folder_mode_recursively
 from roll.config.root import Name, is_object, names_in, root_of, with_names
 from roll.config.schema import Config
 from roll.config.user_code import find_file, imports_from, is_user_file
+from roll.config.validation import has_rewards
 from roll.config.version import __version__
 from roll.run.code_digest import digest_of, file_of, source_of
 from roll.run.code_files import (
@@ -353,7 +354,7 @@ def reward_of(config: Config, code: RunCode | None) -> str | None:
     for piece in code.objects if code is not None else []:
         if piece.setting == "reward.name":
             return f"{piece.name} (given in Python)"
-    if config.pipeline != "rlvr":
+    if not has_rewards(config):
         return None
     rules = {f"{name}: ": domain.reward for name, domain in config.domains.items()} or {"": config.reward}
     return ", ".join(f"{name}{rule.label}" for name, rule in rules.items())

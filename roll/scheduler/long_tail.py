@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from roll.config.errors import UserError
-from roll.config.user_code import load_user_code
+from roll.config.registry import Registry
+from roll.config.rollout import RolloutConfig
 from roll.data.task import Task
 from roll.scheduler.task_sampler import (
     BaseSampler,
@@ -149,43 +150,52 @@ class TailBatching(SamplerWrapper):
         self._remaining = state["left"]
 
 
-TASK_ORDERS = ("in_order", "longest_first", "tail_batching")
+def in_order(base: BaseSampler, rollout: RolloutConfig) -> TaskSampler:
+    return base
+
+
+def longest_first(base: BaseSampler, rollout: RolloutConfig) -> TaskSampler:
+    return LongestFirst(base, rollout.lookahead)
+
+
+def tail_batching(base: BaseSampler, rollout: RolloutConfig) -> TaskSampler:
+    oversample, groups_per_step = rollout.oversample, rollout.groups_per_step
+    if oversample * groups_per_step < 1 - 1e-9:
+        raise UserError(
+            "rollout.task_order is tail_batching, which needs surplus groups to cut, but rollout.oversample is "
+            f"{oversample:g} of {groups_per_step} groups, less than one: write {max(0.25, 1 / groups_per_step):g} or more"
+        )
+    return TailBatching(base, groups_per_step, oversample)
+
+
+TASK_SAMPLERS = Registry(
+    "task sampler",
+    "roll.task_samplers",
+    {name: f"roll.scheduler.long_tail:{name}" for name in ("in_order", "longest_first", "tail_batching")},
+)
+"""By the names of `rollout.task_order`. ROLL's own are made with the sampler to wrap and the section `rollout`, others
+with the sampler to wrap."""
 
 
 def make_task_sampler(
     tasks: Sequence[Task],
     seed: int,
+    rollout: RolloutConfig,
     *,
-    task_order: str,
-    sampler: str,
+    sampler: Literal["epochs", "solve_rate"],
     weights: Mapping[str, float],
-    oversample: float,
-    batch_selection: Literal["in_order", "first_finished"],
-    window: int,
-    groups_per_step: int,
     root: str | os.PathLike[str] | None = None,
 ) -> TaskSampler:
-    """Creates the task sampler that the config names. A user's class is called with the base sampler to wrap."""
-    base: EpochSampler | SolveRateSampler = EpochSampler(tasks, seed, weights, BatchPolicy(oversample, batch_selection))
+    """Creates the task sampler that the config names."""
+    policy = BatchPolicy(rollout.oversample, rollout.batch_selection)
+    base: BaseSampler = EpochSampler(tasks, seed, weights, policy)
     if sampler == "solve_rate":
         base = SolveRateSampler(base, seed)
-    elif sampler != "epochs":
-        raise UserError(f"tasks.sampler is {sampler!r}: write 'epochs' or 'solve_rate'")
-    if task_order == "in_order":
-        return base
-    if task_order == "longest_first":
-        return LongestFirst(base, window)
-    if task_order == "tail_batching":
-        if oversample * groups_per_step < 1 - 1e-9:
-            raise UserError(
-                "rollout.task_order is tail_batching, which needs surplus groups to cut, but rollout.oversample is "
-                f"{oversample:g} of {groups_per_step} groups, less than one: write {max(0.25, 1 / groups_per_step):g} or "
-                "more"
-            )
-        return TailBatching(base, groups_per_step, oversample)
-    return _user_sampler(
-        task_order, load_user_code(task_order, what="rollout.task_order", known=TASK_ORDERS, root=root), base
-    )
+    found = TASK_SAMPLERS.find(rollout.task_order, "rollout.task_order", root)
+    if rollout.task_order in TASK_SAMPLERS.own:
+        made: TaskSampler = found(base, rollout)
+        return made
+    return _user_sampler(rollout.task_order, found, base)
 
 
 _REQUIRED_METHODS = {

@@ -98,6 +98,8 @@ class RolloutScheduler:
         """By task id: how many workers its samples have killed or hung."""
         self._lengths = [0, 0]
         """Samples scored so far, and the sum of their response tokens."""
+        self._committed: list[Sample] = []
+        """Samples of the last batch, whose tokens are freed when the next one is requested."""
         self.next_group = 0
         """Index of the next group to issue."""
 
@@ -105,6 +107,9 @@ class RolloutScheduler:
 
     async def next_rollout(self) -> RolloutBatch:
         """Returns the batch of one step. Raises `RunError` if every sample failed."""
+        if self._committed:
+            self._pool.release_tokens(self._committed)
+            self._committed = []
         self._batch_policy = self._task_sampler.begin_step()
         self._stepping = True
         try:
@@ -139,6 +144,14 @@ class RolloutScheduler:
         """Cancels the tasks of all open groups and starts no new ones, even if a worker dies. Open groups keep their
         state; ready groups can still be saved."""
         await self._group_tasks.halt(self.open_groups)
+
+    def commit(self, rollout: RolloutBatch, version: int, untrained: Mapping[str, str] | None = None) -> None:
+        """Ends a step: this batch was trained on, and the engines serve the result, weights `version`. Records what
+        became of the samples, drops groups that are too old and issues new ones. The batch's tokens are freed when the
+        next batch is requested. Samples in `untrained` were left out of the update, for the reason given there."""
+        self.after_publish(version)
+        self.mark_trained(rollout, version, untrained)
+        self._committed.extend(rollout.samples)
 
     def mark_trained(self, rollout: RolloutBatch, version: int, untrained: Mapping[str, str] | None = None) -> None:
         """Records that the update to weights `version` used this batch, and issues new groups. Samples in `untrained`

@@ -67,17 +67,7 @@ class SimRun:
         self.engines = [SimEngine(loop, workload.engine) for _ in range(workload.engines)]
         self.graders = SimGraderPool(loop, max(workload.graders, 1))
         self.tasks = [Task(str(number), ()) for number in range(tasks)]
-        self.task_sampler = order or make_task_sampler(
-            self.tasks,
-            0,
-            task_order=self.config.task_order,
-            sampler="epochs",
-            weights={},
-            oversample=self.config.oversample,
-            batch_selection=self.config.batch_selection,
-            window=self.config.lookahead,
-            groups_per_step=workload.groups_per_step,
-        )
+        self.task_sampler = order or make_task_sampler(self.tasks, 0, self.config, sampler="epochs", weights={})
         self._workers = workers
         self.rollouts: list[SimRollouts] = []
 
@@ -116,9 +106,8 @@ class SimRun:
         rolled_out_s = self.loop.time()
         await asyncio.sleep(self.workload.train_s(group.index for group in rollout.kept))
         await self.publish(self.version + 1)
-        self.scheduler.mark_trained(rollout, self.version)
+        self.scheduler.commit(rollout, self.version)
         self.ledger.flush()
-        await self.pool.tokens.release(rollout.samples)
         return self._times(rollout, rolled_out_s)
 
     async def publish(self, version: int) -> None:
@@ -138,7 +127,6 @@ class SimRun:
             engine.resume()
         await self.pool.resume()
         self.router.pause_admission(False)
-        self.scheduler.after_publish(version)
 
     def _times(self, rollout: RolloutBatch, rolled_out_s: float) -> StepTimes:
         tried = tuple(group.index for group in rollout.groups)

@@ -1,6 +1,6 @@
 """A training run that survives failures: the loop of `roll.pipeline`, its checkpoints and its recovery.
 
-A step is `next_rollout` → train → `before_publish` → publish → `published` → `trained`, as in RLVR. If the trainer dies,
+A step is `next_rollout` → train → `before_publish` → publish → `commit`, as in RLVR. If the trainer dies,
 the run rolls back to its last checkpoint with the processes it has; if the controller is killed, everything is restarted
 from the ledger on disk.
 """
@@ -149,13 +149,10 @@ class Training:
             await self._publish(self.step + 1)
         self.step += 1
         skipped, self.not_finite = {group.index for group in rollout.kept[: self.not_finite]}, 0
-        scheduler.mark_trained(
-            rollout, self.step, {s.id: NOT_FINITE for s in rollout.trained_samples if s.group in skipped}
-        )
+        scheduler.commit(rollout, self.step, {s.id: NOT_FINITE for s in rollout.trained_samples if s.group in skipped})
         self.lag = self.ledger.lag
         self.ledger.flush()
         await world.pool.tokens.write(self.step, rollout.final_states())
-        await world.pool.tokens.release(rollout.samples)
 
     def _homes(self, rollout: RolloutBatch) -> set[tuple[int, int, bool]]:
         """The workers that have the batch's tokens, with their incarnations."""

@@ -100,9 +100,7 @@ class Run:
         """Trains a step; the groups it was made of."""
         rollout = await self.scheduler.next_rollout()
         self.scheduler.before_publish(version)
-        self.scheduler.after_publish(version)
-        self.scheduler.mark_trained(rollout, version)
-        await self.pool.tokens.release(rollout.samples)
+        self.scheduler.commit(rollout, version)
         return [group.index for group in rollout.kept]
 
     async def save(self, folder: Path) -> dict[str, Any]:

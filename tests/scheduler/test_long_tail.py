@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis_examples import examples
 
 from roll.config.errors import UserError
+from roll.config.rollout import RolloutConfig
 from roll.data import Sample, Task
 from roll.data.sample import Group
 from roll.rollout.early_stop import RunningResponse
@@ -207,15 +208,11 @@ def test_every_draw_is_given_in_a_round_where_it_is_waited_for(need: int, surplu
 
 
 def made(task_order: str = "in_order", **changes: Any) -> TaskSampler:
-    settings: dict[str, Any] = {
-        "sampler": "epochs",
-        "weights": {},
-        "oversample": 0.25,
-        "batch_selection": "first_finished",
-        "window": 3,
-        "groups_per_step": 4,
-    }
-    return make_task_sampler(tasks_of(5), 0, task_order=task_order, **(settings | changes))
+    sampler, weights = changes.pop("sampler", "epochs"), changes.pop("weights", {})
+    root = changes.pop("root", None)
+    settings = {"oversample": 0.25, "batch_selection": "first_finished", "lookahead": 3, "groups_per_step": 4}
+    rollout = RolloutConfig.model_validate({"task_order": task_order, **settings, **changes})
+    return make_task_sampler(tasks_of(5), 0, rollout, sampler=sampler, weights=weights, root=root)
 
 
 def test_the_names_of_a_config_make_the_samplers() -> None:
@@ -252,7 +249,6 @@ def test_the_names_of_a_config_make_the_samplers() -> None:
             {"task_order": "tail_batching", "oversample": 0.4, "groups_per_step": 2},
             "0.4 of 2 groups, less than one: write 0.5 or",
         ),
-        ({"sampler": "dice"}, "tasks.sampler is 'dice'"),
         ({"weights": {"math": 1}}, "tasks.domain_weights names 'math'"),
         (
             {"task_order": "orders.py:Nowhere"},

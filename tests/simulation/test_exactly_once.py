@@ -204,17 +204,7 @@ class ExactlyOnce(RuleBasedStateMachine):
             )
 
         def order() -> Watched:
-            made = make_task_sampler(
-                self.tasks,
-                0,
-                task_order=self.config.task_order,
-                sampler=sampler,
-                weights={},
-                oversample=self.config.oversample,
-                batch_selection=self.config.batch_selection,
-                window=self.config.lookahead,
-                groups_per_step=GROUPS,
-            )
+            made = make_task_sampler(self.tasks, 0, self.config, sampler=sampler, weights={})
             return Watched(made, self)  # type: ignore[arg-type]
 
         async def start() -> None:
@@ -496,9 +486,10 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.wait(10.0)
 
     def check_tokens(self) -> None:
-        """Workers keep the tokens of those groups only that may be trained on, or that the next step will forget."""
+        """Workers keep the tokens of those groups only that may be trained on, or that the next step will free."""
         scheduler, pool = self.training.scheduler, self.training.world.pool
         known = {group.index for group in (*scheduler._group_table.waiting, *scheduler._counters.ended)}
+        known |= {sample.group for sample in scheduler._committed}
         kept = {
             *pool.tokens._locations,
             *(sample for rollouts in self.training.world.rollouts for sample in rollouts.resident_samples),
