@@ -25,6 +25,7 @@ SMALL = {
     "faults.py": ("--plans 3", "seconds"),
     "grpo_step.py": (STEP, "roll_seconds"),
     "ledger.py": ("--transitions 2000 --repeats 1", "ledger_transitions_per_s"),
+    "path.py": ("", "functions"),
     "processes.py": ("--workload tiny --steps 1", "scheduler_s"),
     "products.py": ("--rows 4 --repeats 1", "rows_4_ms"),
     "recovery.py": ("--repeats 1 --runs sharded-local", "sharded-local"),
