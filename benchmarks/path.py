@@ -2,7 +2,7 @@
 
 `functions`: the length of the chain of calls of functions of `roll`, under `executor: local`, from the scheduler that
 issues a group to the engine's step that computes it. The function that created a task called its first function;
-comprehensions belong to their functions. `modules`: the modules of `roll` of which a function runs in one training step of
+comprehensions belong to their functions. `modules`: the modules of `roll` of which a function runs in a training step of
 the loop `rlvr`, as `roll train` makes it. The step before is made first, so that nothing is loaded or created for the
 first time. Functions in processes of their own (graders) are not counted.
 
