@@ -101,13 +101,13 @@ class EnvProcess:
         try:
             await process.ask(ipc.EnvSetUp(root, memory_mb), deadline_s, "starting")
         except EnvFailure as failure:
-            await asyncio.shield(process.end("it did not start"))
+            await asyncio.shield(process._end_now("it did not start"))
             raise RunError(f"an environment process did not start: {failure.reason}") from None
         except BaseException:
-            await asyncio.shield(process.end("its start was cancelled"))
+            await asyncio.shield(process._end_now("its start was cancelled"))
             raise
         if process._end_reason:
-            await asyncio.shield(process.end(process._end_reason))
+            await asyncio.shield(process._end_now(process._end_reason))
             raise RunError(f"an environment process ended at once: {process._end_reason}")
         process._on_end = on_end
         return process
@@ -150,12 +150,19 @@ class EnvProcess:
                 del self._loads[name]  # a later attempt may succeed after the file was fixed
             raise EnvFailure(result.kind, result.reason, result.detail)
 
-    async def end(self, why: str) -> None:
-        """Ends the process and all its children, and waits for that. In-flight calls are lost. May be called again."""
+    def kill(self, why: str = "the environment pool was closed") -> None:
+        """Ends the process and all its children, now. In-flight calls are lost. May be called again."""
         self._end("lost", why)
+
+    async def wait_exit(self) -> None:
+        """Waits until a killed process has ended."""
         await self._child.wait_exit()
         for task in (self._watcher, self._receiver):
             task.cancel()
+
+    async def _end_now(self, why: str) -> None:
+        self.kill(why)
+        await self.wait_exit()
 
     def _send_next(self) -> None:
         while self._queue and len(self._calls) < _MAX_IN_FLIGHT:

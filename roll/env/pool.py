@@ -34,12 +34,11 @@ from roll.env.env_process import EnvProcess, Reply
 from roll.env.resolve import portable_spec
 from roll.env.stats import EnvStats
 from roll.process.bounded_log import LIMIT_BYTES
-from roll.process.structured_gather import structured_gather
+from roll.process.pool import ProcessPool
 from roll.sandbox.cgroups import sweep
 
 _log = logging.getLogger(__name__)
 
-_START_TRIES = 3
 _CLOSE_S = 5.0
 
 R = TypeVar("R")
@@ -115,16 +114,12 @@ class EnvPool:
         self._log = log
         self._log_bytes = log_bytes
         self._root = root or os.getcwd()
-        self._processes: set[EnvProcess] = set()
+        self._pool = ProcessPool("environment", workers, self._start_process, self._add_slots, self._on_end)
         self._slots: dict[EnvProcess, set[_Episode]] = {}
         self._episodes: dict[str, _Episode] = {}
         self._handles = itertools.count()
         self._queue: AdmissionQueue[_Episode] = AdmissionQueue(limits or {})
         self._closures: dict[asyncio.Task[None], _Episode] = {}
-        self._replacements: set[asyncio.Task[None]] = set()
-        # starting more at once would slow each other beyond the start deadline
-        self._starts = asyncio.Semaphore(os.cpu_count() or 1)
-        self._end_error: RunError | None = RunError("the environment pool was not started")
         self._counts: Counter[str] = Counter()
         self._seconds = {"reset": 0.0, "step": 0.0}
         self._stats_taken = EnvStats()
@@ -138,19 +133,23 @@ class EnvPool:
     ) -> None:
         await self.close()
 
+    @property
+    def processes(self) -> frozenset[EnvProcess]:
+        return self._pool.processes
+
+    @property
+    def replacements(self) -> frozenset[asyncio.Task[None]]:
+        """The replacements of processes in progress."""
+        return self._pool.replacements
+
     async def start(self) -> None:
         """Starts all processes; raises `RunError` if one does not start."""
-        self._end_error = None
-        try:
-            await structured_gather(self._start_process() for _ in range(self._workers))
-        except BaseException:
-            await self.close()
-            raise
+        await self._pool.start()
 
     async def reset(self, episode_id: str, spec: EnvSpec, alone: bool = False) -> ResetResult:
         """Begins an episode. With `alone` it gets a process of its own, so that no other episode can cause its failures.
         An open episode with the same id is closed first."""
-        self._raise_if_ended()
+        self._pool.raise_if_ended()
         await self.close_episode(episode_id)
         episode = self._episodes[episode_id] = _Episode(episode_id, spec.name, next(self._handles))
         result = await self._end_on_failure(episode, self._open(episode, spec, alone))
@@ -159,7 +158,7 @@ class EnvPool:
 
     async def step(self, episode_id: str, action: str) -> Step:
         """Acts in an open episode. An episode takes one call at a time."""
-        self._raise_if_ended()
+        self._pool.raise_if_ended()
         episode = self._episodes.get(episode_id)
         if episode is None:
             raise self._count_failure(EnvFailure("lost", f"episode {episode_id!r} is not open here"))
@@ -186,6 +185,7 @@ class EnvPool:
         """Counts since the pool was created."""
         return EnvStats(
             **self._counts,
+            restarts=self._pool.restarts,
             reset_s=self._seconds["reset"],
             step_s=self._seconds["step"],
             open=len(self._episodes),
@@ -201,18 +201,18 @@ class EnvPool:
     async def close(self) -> None:
         """Closes the environments that have no in-flight call, which may take up to 5 seconds, then ends all processes
         and waits for them. In-flight and waiting calls get a `RunError`. May be called again."""
-        self._end(RunError("the environment pool was closed"))
+        self._pool.end()
         for episode in list(self._episodes.values()):
             self._release(episode)
         idle = [task for task, episode in self._closures.items() if episode.call is None or episode.call.done()]
         if idle:
             await asyncio.wait(idle, timeout=min(self._deadlines.step_s, _CLOSE_S))
-        background = [*self._replacements, *self._closures]
-        for task in background:
+        closures = list(self._closures)
+        for task in closures:
             task.cancel()
         # waits: they were cancelled
-        await asyncio.gather(*background, return_exceptions=True)
-        await asyncio.gather(*(self._retire(process) for process in list(self._processes)))
+        await asyncio.gather(*closures, return_exceptions=True)
+        await self._pool.close()
         sweep()
 
     async def _open(self, episode: _Episode, spec: EnvSpec, alone: bool) -> ipc.Result:
@@ -220,7 +220,7 @@ class EnvPool:
         options = _pack(spec)
         process = await self._acquire_slot(episode)
         if alone:
-            process = episode.own_process = await self._launch(lambda _: None)
+            process = episode.own_process = await self._pool.launch(lambda: self._start_env_process(_ignore))
         await process.load(spec.name, spec.code, self._deadlines.start_s)
         self._raise_if_closed(episode)  # an environment created now would never be closed
         request = ipc.EnvReset(episode.handle, spec.name, spec.seed, options)
@@ -246,7 +246,7 @@ class EnvPool:
             self._raise_if_closed(episode)
         except EnvFailure as failure:
             self._release(episode)
-            self._raise_if_ended()
+            self._pool.raise_if_ended()
             raise self._count_failure(failure) from None
         except BaseException:
             self._release(episode)
@@ -279,7 +279,7 @@ class EnvPool:
             await asyncio.wait({episode.call})
             await self._close_environment(episode, episode.process or process)
         if episode.own_process is not None:
-            await self._retire(episode.own_process)
+            await self._pool.retire(episode.own_process)
         self._free_slot(episode, process)
 
     async def _close_environment(self, episode: _Episode, process: EnvProcess) -> None:
@@ -344,60 +344,38 @@ class EnvPool:
         """An environment process ended: starts a replacement in the background."""
         for episode in self._slots.pop(process, ()):
             self._queue.release(episode)
-        if self._end_error is None:
-            task = asyncio.create_task(self._replace(process))
-            self._replacements.add(task)
-            task.add_done_callback(self._replacements.discard)
+        self._pool.replace(process)
 
-    async def _replace(self, process: EnvProcess) -> None:
-        await self._retire(process)
-        for tries_left in reversed(range(_START_TRIES)):
-            try:
-                await self._start_process()
-            except Exception as error:
-                _log.warning("%s", error)
-                if not tries_left:
-                    self._end(RunError(f"no environment process starts any more ({_START_TRIES} tries): {error}"))
-            else:
-                self._counts["restarts"] += 1
-                return
+    async def _start_process(self) -> EnvProcess:
+        return await self._start_env_process(self._process_ended)
 
-    async def _start_process(self) -> None:
-        process = await self._launch(self._process_ended)
+    async def _start_env_process(self, on_end: Callable[[EnvProcess], None]) -> EnvProcess:
+        return await EnvProcess.start(
+            root=self._root,
+            memory_mb=self._memory_mb,
+            deadline_s=self._deadlines.start_s,
+            log=self._log,
+            log_bytes=self._log_bytes,
+            on_end=on_end,
+        )
+
+    def _add_slots(self, process: EnvProcess) -> None:
         self._slots[process] = set()
         self._assign_slots()
 
-    async def _launch(self, on_end: Callable[[EnvProcess], None]) -> EnvProcess:
-        async with self._starts:
-            process = await EnvProcess.start(
-                root=self._root,
-                memory_mb=self._memory_mb,
-                deadline_s=self._deadlines.start_s,
-                log=self._log,
-                log_bytes=self._log_bytes,
-                on_end=on_end,
-            )
-        self._processes.add(process)
-        return process
-
-    async def _retire(self, process: EnvProcess) -> None:
-        await process.end("the environment pool was closed")
-        self._processes.discard(process)
-
-    def _end(self, error: RunError) -> None:
-        """Makes every later and every waiting call fail with the error. The first error is kept."""
-        self._end_error = self._end_error or error
+    def _on_end(self, error: RunError) -> None:
+        """Makes every waiting call fail with the error."""
         for episode in self._queue.clear():
             if episode.admitted is not None and not episode.admitted.done():
-                episode.admitted.set_exception(RunError(str(self._end_error)))
-
-    def _raise_if_ended(self) -> None:
-        if self._end_error is not None:
-            raise RunError(str(self._end_error))
+                episode.admitted.set_exception(RunError(str(error)))
 
     def _count_failure(self, failure: EnvFailure) -> EnvFailure:
         self._counts[failure.kind] += 1
         return failure
+
+
+def _ignore(process: EnvProcess) -> None:
+    """A process of one episode ended: the episode's call fails, and no other is affected."""
 
 
 def _make_portable(spec: EnvSpec) -> EnvSpec:

@@ -8,8 +8,6 @@ process belongs to another call or is being replaced; both take bounded time.
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
 from collections import Counter, defaultdict, deque
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +16,7 @@ from typing import Any, Self
 from roll.config.errors import RunError
 from roll.data.task import Response, Task
 from roll.process.bounded_log import LIMIT_BYTES
-from roll.process.structured_gather import structured_gather
+from roll.process.pool import ProcessPool
 from roll.reward import ipc
 from roll.reward.base import ScoreFailure, Verdict
 from roll.reward.cache import VerdictCache
@@ -30,9 +28,6 @@ from roll.reward.reward_spec import RewardSpec
 from roll.reward.stats import GraderStats, Latency
 from roll.sandbox.cgroups import sweep
 
-_log = logging.getLogger(__name__)
-
-_START_TRIES = 3
 QUICK_CHARS = 8192
 """A `quick` reward judges texts up to this length in the caller's process, without a grader."""
 
@@ -71,7 +66,6 @@ class GraderPool:
     ) -> None:
         self._source = source
         self._quick = source.quick()
-        self._workers = workers
         self._deadline_s = deadline_s
         self._tries = tries
         self._memory_mb = memory_mb
@@ -79,13 +73,9 @@ class GraderPool:
         self._start_deadline_s = start_deadline_s
         self._log = log
         self._log_bytes = log_bytes
-        self._graders: set[Grader] = set()
+        self._pool = ProcessPool("grader", workers, self._start_grader, self._assign, self._on_end)
         self._idle: deque[Grader] = deque()
         self._fair_queue: FairQueue[Grader] = FairQueue()
-        self._replacements: set[asyncio.Task[None]] = set()
-        # starting more at once would slow each other beyond the start deadline
-        self._starts = asyncio.Semaphore(os.cpu_count() or 1)
-        self._end_error: RunError | None = RunError("the grader pool was not started")
         self._counts: Counter[str] = Counter()
         self._latency: defaultdict[str, Latency] = defaultdict(Latency)
         self._verdicts = Latency()
@@ -100,23 +90,20 @@ class GraderPool:
     ) -> None:
         await self.close()
 
+    @property
+    def processes(self) -> frozenset[Grader]:
+        return self._pool.processes
+
     async def start(self) -> None:
         """Starts all processes and loads the reward function in each. Raises `UserError` if it cannot be loaded."""
-        self._end_error = None
-        try:
-            graders = await structured_gather(self._start_grader() for _ in range(self._workers))
-        except BaseException:
-            await self.close()
-            raise
-        for grader in graders:
-            self._assign(grader)
+        await self._pool.start()
 
     async def score(
         self, task: Task, response: Response, role_scores: RoleScores | None = None, *, votes: bool = False
     ) -> Verdict:
         """Judges an attempt. `role_scores` has the scores that model roles gave it; with `votes` the verdict includes the
         extracted answer. The call may be cancelled at any time without harm to the pool."""
-        self._raise_if_ended()
+        self._pool.raise_if_ended()
         quick = self._quick.get(self._source.key_of(task.domain))
         if quick is not None and len(response.text) <= QUICK_CHARS:
             return self._verdict(task, judge_attempt(quick, task, response, role_scores, votes)[0])
@@ -132,7 +119,7 @@ class GraderPool:
                     return cached
                 answer = await grader.ask(job, self._deadline_s)
             except ScoreFailure as failure:
-                self._raise_if_ended()
+                self._pool.raise_if_ended()
                 self._counts[failure.kind] += 1
                 if tries_left:
                     continue
@@ -152,7 +139,7 @@ class GraderPool:
 
     def stats(self) -> GraderStats:
         """Counts since the pool was created."""
-        counts: dict[str, Any] = dict(self._counts)
+        counts: dict[str, Any] = {**self._counts, "restarts": self._pool.restarts}
         return GraderStats(**counts, verdicts=self._verdicts, latency=dict(self._latency))
 
     def take_stats(self) -> GraderStats:
@@ -163,14 +150,7 @@ class GraderPool:
 
     async def close(self) -> None:
         """Kills all processes and waits until they have ended. Waiting calls get a `RunError`. May be called again."""
-        self._end(RunError("the grader pool was closed"))
-        replacing = list(self._replacements)
-        for replacement in replacing:
-            replacement.cancel()
-        # waits: they were cancelled
-        await asyncio.gather(*replacing, return_exceptions=True)
-        graders = list(self._graders)
-        await asyncio.gather(*(self._retire(grader) for grader in graders))
+        await self._pool.close()
         sweep()
 
     async def _acquire(self, domain: str, at_front: bool) -> Grader:
@@ -178,7 +158,7 @@ class GraderPool:
         the domain. With `at_front`, the job goes to the front of its domain's queue."""
         started = asyncio.get_running_loop().time()
         while True:
-            self._raise_if_ended()
+            self._pool.raise_if_ended()
             if self._idle:
                 grader = self._idle.popleft()
                 self._fair_queue.begin(domain)
@@ -188,7 +168,7 @@ class GraderPool:
                 self._add_latency(f"{domain}/wait", asyncio.get_running_loop().time() - started)
                 return grader
             self._fair_queue.end(domain)
-            self._replace(grader)  # it died while idle: no job caused that
+            self._pool.replace(grader)  # it died while idle: no job caused that
             at_front = True
 
     async def _wait_in_queue(self, domain: str, at_front: bool) -> Grader:
@@ -207,11 +187,11 @@ class GraderPool:
         if grader.usable:
             self._assign(grader)
         else:
-            self._replace(grader)
+            self._pool.replace(grader)
 
     def _assign(self, grader: Grader) -> None:
         """Gives a free grader to the next job in the fair queue, or marks it idle."""
-        if self._end_error is not None:
+        if self._pool.ended:
             return
         following = self._fair_queue.pop()
         if following is None:
@@ -221,51 +201,14 @@ class GraderPool:
         self._fair_queue.begin(domain)
         waiter.set_result(grader)
 
-    def _replace(self, grader: Grader) -> None:
-        """Kills a grader at once and starts its replacement in the background."""
-        grader.kill()
-        if self._end_error is not None:
-            return
-        task = asyncio.create_task(self._replacement(grader))
-        self._replacements.add(task)
-        task.add_done_callback(self._replacements.discard)
-
-    async def _replacement(self, grader: Grader) -> None:
-        await self._retire(grader)
-        for tries_left in reversed(range(_START_TRIES)):
-            try:
-                fresh = await self._start_grader()
-            except Exception as error:
-                _log.warning("a grader process did not start: %s", error)
-                if not tries_left:
-                    self._end(RunError(f"no grader process starts any more ({_START_TRIES} tries): {error}"))
-            else:
-                self._counts["restarts"] += 1
-                self._assign(fresh)
-                return
-
     async def _start_grader(self) -> Grader:
-        async with self._starts:
-            started = Grader.start(self._source, self._start_deadline_s, self._log, self._memory_mb, self._log_bytes)
-            grader = await started
-        self._graders.add(grader)
-        return grader
+        return await Grader.start(self._source, self._start_deadline_s, self._log, self._memory_mb, self._log_bytes)
 
-    async def _retire(self, grader: Grader) -> None:
-        grader.kill()
-        await grader.wait_exit()
-        self._graders.discard(grader)
-
-    def _end(self, error: RunError) -> None:
-        """Makes every later and every waiting call fail with the error. The first error is kept."""
-        self._end_error = self._end_error or error
+    def _on_end(self, error: RunError) -> None:
+        """Makes every waiting call fail with the error."""
         self._idle.clear()
         for waiter in self._fair_queue.clear():
-            waiter.set_exception(RunError(str(self._end_error)))
-
-    def _raise_if_ended(self) -> None:
-        if self._end_error is not None:
-            raise RunError(str(self._end_error))
+            waiter.set_exception(RunError(str(error)))
 
     def _cached_verdict(self, job: bytes) -> Verdict | None:
         verdict = self._cache.get(job)

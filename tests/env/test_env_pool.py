@@ -59,8 +59,8 @@ def with_pool(
             assert not any(pool._slots.values())
             assert not any(pool._queue.admitted_counts.values())
             assert len(pool._slots) == workers
-            pids = {host.pid for host in pool._processes}
-        assert not any((pool._processes, pool._slots, pool._episodes, pool._closures, pool._replacements, pool._queue))
+            pids = {host.pid for host in pool.processes}
+        assert not any((pool.processes, pool.replacements, pool._slots, pool._episodes, pool._closures, pool._queue))
         assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
         return pids
 
@@ -78,7 +78,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 async def settled(pool: EnvPool) -> None:
     """Until the background has nothing to do."""
-    while background := [*pool._closures, *pool._replacements]:
+    while background := [*pool._closures, *pool.replacements]:
         await asyncio.wait(background)
 
 
@@ -424,7 +424,7 @@ def test_an_environment_that_is_alone_shares_its_fate_with_nobody() -> None:
         assert (await told(pool, "neighbour", "os._exit", 1))[0] == "crashed"
         assert await told(pool, "alone", "raise", "my own error") == ("raised", "KeyError: 'my own error' (worlds.py:61)")
         await settled(pool)
-        assert len(pool._processes) == 1
+        assert len(pool.processes) == 1
 
     with_pool(use, workers=1, per_process=2)
 
@@ -459,7 +459,7 @@ def test_a_process_that_broke_off_gets_no_new_episode(monkeypatch: pytest.Monkey
     async def use(pool: EnvPool) -> None:
         await pool.reset("a", world())
         breaking = asyncio.create_task(told(pool, "a", "write garbage", *NO_PICKLE))
-        (host,) = pool._processes
+        (host,) = pool.processes
         await until(lambda: not host.usable)
         assert await outcome(pool.reset("b", world(2))) == ("ok", "seed 2")
         assert (await breaking)[0] == "crashed"
@@ -472,7 +472,7 @@ def test_a_process_that_died_idle_harms_no_new_episode() -> None:
     async def use(pool: EnvPool) -> None:
         await pool.reset("a", world())
         os.kill(await process_of(pool, "a"), signal.SIGKILL)
-        (host,) = pool._processes
+        (host,) = pool.processes
         await until(lambda: not host.usable)
         assert await outcome(pool.reset("b", world(9))) == ("ok", "seed 9")
         assert pool.stats().crashed == 0
@@ -721,7 +721,7 @@ def test_deadlines_do_not_run_for_calls_that_wait_behind_many_others(monkeypatch
         await asyncio.gather(*(pool.reset(name, world()) for name in names))
         calls = [asyncio.create_task(told(pool, name, "sleep", 60)) for name in names]
         await asyncio.sleep(0.1)
-        os.kill(next(iter(pool._processes)).pid, signal.SIGKILL)
+        os.kill(next(iter(pool.processes)).pid, signal.SIGKILL)
         kinds = [kind for kind, _ in await asyncio.gather(*calls)]
         assert kinds == ["crashed"] * 4 + ["lost"] * 8
 
@@ -972,7 +972,7 @@ async def main():
     await pool.reset("a", EnvSpec({WORLDS!r} + ":World"))
     asyncio.create_task(pool.step("a", '["spin"]'))
     await asyncio.sleep(0.2)
-    print(*(host.pid for host in pool._processes), flush=True)
+    print(*(host.pid for host in pool.processes), flush=True)
     await asyncio.sleep(60)
 
 asyncio.run(main())

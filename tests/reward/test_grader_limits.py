@@ -104,7 +104,7 @@ def test_verdicts_outlive_the_process_that_gave_them() -> None:
     async def use(pool: GraderPool) -> None:
         task = Task.ask("t", "?", "a")
         assert (await pool.score(task, RESPONSE)).reward == 1
-        for grader in pool._graders:
+        for grader in pool.processes:
             grader.kill()
         assert (await pool.score(task, RESPONSE)).reward == 1
         assert (await pool.score(Task.ask("u", "?", "a"), RESPONSE)).reward == 1, "the first of a new process"
@@ -139,7 +139,7 @@ def test_built_in_rewards_are_cached_and_services_are_not() -> None:
 
 def test_quick_rewards_judge_short_texts_without_a_process_and_the_same() -> None:
     async def use(pool: GraderPool) -> None:
-        for grader in list(pool._graders):
+        for grader in list(pool.processes):
             grader._child.kill()  # nobody is there to be asked
         assert await pool.score(Task.ask("t", "?", 5), Response("It is 5.", 1, "stop")) == Verdict(1.0)
         with pytest.raises(ScoreFailure, match="is not a number") as told:

@@ -38,8 +38,8 @@ def with_pool(use: Callable[[GraderPool], Awaitable[None]], reward: Any = ACT, *
     async def main() -> set[int]:
         async with GraderPool(RewardSpec.of(reward), **options) as pool:
             await asyncio.wait_for(use(pool), 20)
-            graders = {grader.pid for grader in pool._graders}
-        assert not pool._graders
+            graders = {grader.pid for grader in pool.processes}
+        assert not pool.processes
         return graders
 
     left = asyncio.run(main())
@@ -281,7 +281,7 @@ def test_a_verdict_that_came_in_time_counts_even_if_the_event_loop_was_held_up()
             call = asyncio.create_task(outcome(pool, "sleep", 0.01, value))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            (grader,) = pool._graders
+            (grader,) = pool.processes
             answers = grader._child.writer.get_extra_info("socket").fileno()
             assert select.select([answers], [], [], 20)[0]  # however long this machine lets the process wait
             time.sleep(DEADLINE_S * 1.5)  # noqa: ASYNC251
@@ -399,7 +399,7 @@ async def main():
     await pool.start()
     asyncio.create_task(pool.score(Task.ask("t", "?"), Response("", 0, "stop")))
     await asyncio.sleep(0.2)
-    print(*(grader.pid for grader in pool._graders), flush=True)
+    print(*(grader.pid for grader in pool.processes), flush=True)
     await asyncio.sleep(60)
 
 asyncio.run(main())
