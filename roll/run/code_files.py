@@ -9,11 +9,12 @@ imported it.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from roll.config.user_code import is_user_file
@@ -53,13 +54,26 @@ def files_of_code(entries: Iterable[Path], folders: Sequence[Path]) -> list[Path
 def loaded_files(folders: Sequence[Path]) -> list[Path]:
     """The files in `folders` of modules that this process has imported, sorted, without the running script."""
     files = set()
+    starts = tuple(os.path.join(folder, "") for folder in folders)
+    resolved_folders: dict[str, str] = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if name not in ("__main__", "__mp_main__") and isinstance(file, str) and file.endswith(_SUFFIXES):
-            files.add(Path(file).resolve())
+            resolved = _resolved(file, resolved_folders)
+            if resolved.startswith(starts):  # asked first: thousands of modules are elsewhere
+                files.add(Path(resolved))
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     files.discard(Path(script).resolve() if script else Path())
     return sorted(file for file in files if is_user_code(file, folders))
+
+
+def _resolved(file: str, folders: dict[str, str]) -> str:
+    """`os.path.realpath`, with the folders that are resolved already."""
+    folder, name = os.path.split(file)
+    if folder not in folders:
+        folders[folder] = os.path.realpath(folder)
+    resolved = os.path.join(folders[folder], name)
+    return os.path.realpath(resolved) if os.path.islink(resolved) else resolved
 
 
 def files_named_by(modules: Iterable[Path], folders: Sequence[Path]) -> list[Path]:
@@ -126,9 +140,15 @@ def distribution_of(module: str) -> tuple[str, str] | None:
     top = module.partition(".")[0]
     try:
         return top, importlib.metadata.version(top)
-    except importlib.metadata.PackageNotFoundError:  # its distribution has another name; looking that up is slow
-        names = importlib.metadata.packages_distributions().get(top)
+    except importlib.metadata.PackageNotFoundError:  # its distribution has another name
+        names = _distributions_by_module(tuple(sys.path)).get(top)
         return (names[0], importlib.metadata.version(names[0])) if names else None
+
+
+@functools.lru_cache(maxsize=1)
+def _distributions_by_module(path: tuple[str, ...]) -> Mapping[str, list[str]]:
+    """The installed distributions of each top-level module. Reading them all takes a good part of a second."""
+    return importlib.metadata.packages_distributions()
 
 
 def _imported_by(file: Path, folders: Sequence[Path]) -> Iterator[Path]:
