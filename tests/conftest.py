@@ -2,13 +2,20 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
+import local_ray
 import pytest
-from hypothesis_examples import examples
+from hypothesis_examples import ALL, examples
 
 from roll.config.secrets import KNOWN
+
+# `nohup`, or a shell's background job, starts programs deaf to these signals; what tests start shall hear them.
+for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 # Models are tiny here and tests run side by side: threads that wait for each other's cores would be most of the work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,6 +27,24 @@ if importlib.util.find_spec("hypothesis") is not None:  # a machine for GPU test
     # Without a deadline: a busy machine is no reason for a test to fail.
     settings.register_profile("roll", max_examples=examples(100), deadline=None)
     settings.load_profile("roll")
+
+
+@pytest.fixture(scope="session")
+def _ray_of_the_session() -> Iterator[None]:
+    yield
+    local_ray.stop()
+
+
+@pytest.fixture(scope="module")
+def shared_ray(_ray_of_the_session: None) -> None:
+    """Ray, started for the first module that needs it, and again after one of `own_cluster`."""
+    local_ray.start()
+
+
+@pytest.fixture(scope="module")
+def own_cluster(_ray_of_the_session: None) -> None:
+    """The module starts or joins clusters of its own: the shared Ray is stopped."""
+    local_ray.stop()
 
 
 @pytest.fixture(autouse=True)
@@ -38,10 +63,16 @@ def secrets_of_one_test_are_not_the_next_ones() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is none, those marked `vllm` where it is not installed.
+    """Tests marked `gpu` are skipped where there is none, those marked `vllm` where it is not installed; those marked
+    `thorough` are left out unless all tests run.
 
-    Side by side run files, but those that start Ray one after the other: several at once on two cores time out.
+    Side by side run files, but those that start Ray one after the other, because several at once on two cores time out;
+    those that share one Ray come first.
     """
+    if not ALL and (thorough := [item for item in items if item.get_closest_marker("thorough") is not None]):
+        config.hook.pytest_deselected(items=thorough)
+        items[:] = [item for item in items if item.get_closest_marker("thorough") is None]
+    items.sort(key=lambda item: "own_cluster" in getattr(item, "fixturenames", ()))
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             item.add_marker(pytest.mark.xdist_group("ray" if item.get_closest_marker("ray") else str(item.path)))

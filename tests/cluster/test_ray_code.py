@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ray
 
 
 @pytest.fixture
-def address() -> Iterator[str]:
+def address(own_cluster: None) -> Iterator[str]:
     """A cluster on this machine, of whose folders a run knows nothing."""
     import ray
     from ray.cluster_utils import Cluster as RayCluster

@@ -76,18 +76,12 @@ class Mortal(Worker):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def on_ray() -> Iterator[None]:
-    """Ray, started once for this file."""
+def on_ray(shared_ray: None) -> Iterator[None]:
     from ray import cloudpickle
 
     here = sys.modules[__name__]
     cloudpickle.register_pickle_by_value(here)  # workers cannot import a test
-    executor = RayExecutor(RayConfig(object_store_gb=0.1))
-    executor.connect()
     yield
-    executor.disconnect()
-    executor.disconnect()
-    assert not ray.is_initialized()
     cloudpickle.unregister_pickle_by_value(here)
 
 

@@ -25,7 +25,7 @@ class Looker(Worker):
 
 
 @pytest.fixture
-def three_gpus() -> Iterator[None]:
+def three_gpus(own_cluster: None) -> Iterator[None]:
     from ray import cloudpickle
 
     here = sys.modules[__name__]

@@ -40,7 +40,7 @@ class Settler(Worker):
 
 
 @pytest.fixture
-def two_nodes() -> Iterator[str]:
+def two_nodes(own_cluster: None) -> Iterator[str]:
     """The address of a cluster of two nodes of one core each."""
     from ray import cloudpickle
     from ray.cluster_utils import Cluster as RayCluster

@@ -118,7 +118,7 @@ class Roles:
 
 
 @pytest.fixture(scope="module")
-def roles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Roles]:
+def roles(own_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Roles]:
     from ray import cloudpickle
 
     here, notes = sys.modules[__name__], tmp_path_factory.mktemp("notes")

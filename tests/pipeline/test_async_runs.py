@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ from long_runs import long_run
 from small_runs import SMALL, TINY, Remains
 
 from roll import load_config
-from roll.cluster.ray_executor import RayExecutor
-from roll.config.schema import RayConfig
 from roll.ledger.index import LedgerIndex
 from roll.pipeline.entrypoints import train
 from roll.pipeline.report import SilentReporter, StepReport
@@ -28,14 +25,6 @@ AHEAD = (
     *("executor=ray", "ray.object_store_gb=0.2", "ray.start_deadline_s=120", "ray.call_deadline_s=120"),
     *("rollout.max_staleness=1", "rollout.filter=none", "fault_tolerance.spare_trainer=false"),
 )
-
-
-@pytest.fixture(scope="module")
-def on_ray() -> Iterator[None]:
-    executor = RayExecutor(RayConfig(object_store_gb=0.2))
-    executor.connect()
-    yield
-    executor.disconnect()
 
 
 class Stopper(SilentReporter):
@@ -64,7 +53,7 @@ def balanced(run: Remains) -> Remains:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("on_ray")
+@pytest.mark.usefixtures("shared_ray")
 @pytest.mark.parametrize("stopped", [True, False])
 def test_what_is_ready_when_a_run_ends_is_trained_on_when_it_goes_on(tmp_path: Path, stopped: bool) -> None:
     """Whether it was stopped or had made all its steps; with fewer rollout workers than before."""

@@ -23,7 +23,7 @@ from cluster_faults import (
 )
 from small_runs import Remains
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("own_cluster")]
 
 SHORT = Plan(
     [

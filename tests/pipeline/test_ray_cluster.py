@@ -15,7 +15,7 @@ RAY = ("executor=ray", "ray.start_deadline_s=120", "ray.call_deadline_s=120")
 
 
 @pytest.fixture
-def three_nodes() -> Iterator[str]:
+def three_nodes(own_cluster: None) -> Iterator[str]:
     """A cluster of three nodes of one core each, on this machine."""
     from ray.cluster_utils import Cluster as RayCluster
 

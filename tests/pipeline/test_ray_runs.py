@@ -22,7 +22,6 @@ from roll.cluster import Cluster, Dispatch, WorkerPlacement, dispatch
 from roll.cluster.executor import Executor, Handle, LocalExecutor, LocalHandle
 from roll.cluster.ray_executor import RayExecutor
 from roll.config import Config, RunError
-from roll.config.schema import RayConfig
 from roll.pipeline.entrypoints import train
 from roll.pipeline.report import SilentReporter
 from roll.workers.infer import InferWorker
@@ -42,16 +41,12 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def on_ray() -> Iterator[None]:
-    """Ray, started once for the runs of this file."""
+def on_ray(shared_ray: None) -> Iterator[None]:
     from ray import cloudpickle
 
     here = sys.modules[__name__]
     cloudpickle.register_pickle_by_value(here)  # workers cannot import a test
-    executor = RayExecutor(RayConfig(object_store_gb=0.2))
-    executor.connect()
     yield
-    executor.disconnect()
     cloudpickle.unregister_pickle_by_value(here)
 
 
