@@ -6,6 +6,7 @@ same words. Importing this module loads little: processes that start often use i
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -199,6 +200,7 @@ def is_user_file(file: Path) -> bool:
     return not any(file.is_relative_to(folder) for folder in _library_folders()) and not _INSTALLED & set(file.parts)
 
 
+@functools.cache
 def _library_folders() -> tuple[Path, ...]:
     package = Path(__file__).resolve().parents[1]
     return (package, *(Path(path) for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}))

@@ -109,12 +109,11 @@ def _texts(module: Path) -> set[str]:
 
 def is_user_code(file: Path, folders: Sequence[Path]) -> bool:
     """Whether a file is part of the user's code."""
-    inside = any(file.is_relative_to(folder) for folder in folders)
     return (
-        inside
-        and file.is_file()
+        not _EXCLUDED_FOLDERS & set(file.parts)  # first: a virtual environment in the folder has thousands of files
+        and any(file.is_relative_to(folder) for folder in folders)
         and is_user_file(file)
-        and not _EXCLUDED_FOLDERS & set(file.parts)
+        and file.is_file()
         and not _is_copy(file)
     )
 
