@@ -162,8 +162,10 @@ class Mortal:
 
     in_process = True
 
-    def __init__(self, inner: Handle) -> None:
+    def __init__(self, inner: Handle, is_line: bool = False) -> None:
+        """`is_line`: it is the caller that dies, so that the worker goes on with the calls it has."""
         self.inner = inner
+        self.is_line = is_line
         self.incarnation = 0
         self._death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -176,21 +178,39 @@ class Mortal:
         return cast(LocalHandle, self.inner)._worker
 
     async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return await self._arrive(lambda: self.inner.call(method, args, kwargs))
+
+    async def stream(self, method: str, report: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        death = self._death
+
+        def heard(each: Any) -> None:
+            if not death.done():
+                report(each)
+
+        return await self._arrive(lambda: self.inner.stream(method, heard, args, kwargs))
+
+    async def _arrive(self, begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         death = self._death
         if death.done():
             raise WorkerDied(self.placement.name, "killed")
-        call = asyncio.ensure_future(self._arrive(death, method, args, kwargs))
+
+        async def arrived() -> Any:
+            return None if death.done() else await begin()
+
+        call = asyncio.ensure_future(arrived())
         call.add_done_callback(lambda call: call.cancelled() or call.exception())
         try:
             await asyncio.wait([call, death], return_when=asyncio.FIRST_COMPLETED)
             if death.done():
                 raise WorkerDied(self.placement.name, "killed")
             return call.result()
-        finally:
+        except asyncio.CancelledError:
             call.cancel()
-
-    async def _arrive(self, death: asyncio.Future[None], method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return None if death.done() else await self.inner.call(method, args, kwargs)
+            await asyncio.wait([call, death], return_when=asyncio.FIRST_COMPLETED)
+            raise
+        finally:
+            if not (self.is_line and death.done()):
+                call.cancel()
 
     async def ping(self, deadline_s: float) -> None:
         if self._death.done():
@@ -608,7 +628,7 @@ async def party(
 
     def ready(worker: RolloutWorker) -> list[Mortal]:
         """Lines of the worker's own to the others, which are cut when it dies."""
-        lines = {c.role: [Mortal(handle) for handle in c._handles] for c in (cluster, judges, worlds)}
+        lines = {c.role: [Mortal(handle, is_line=True) for handle in c._handles] for c in (cluster, judges, worlds)}
         worker.connect(*(of(role, handles) for role, handles in lines.items()))
         return [line for some in lines.values() for line in some]
 

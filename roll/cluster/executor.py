@@ -43,6 +43,13 @@ class Handle(Protocol):
         """Calls the worker's method of that name. An exception of the method is raised here."""
         ...
 
+    async def stream(
+        self, method: str, report: Callable[[Any], None], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Calls a method that reports while it runs and gets `report` as its first argument. Reports come in order and
+        before the result. Cancelling this coroutine ends the call on the worker."""
+        ...
+
     async def end(self, deadline_s: float) -> None:
         """Kills the worker's process; returns once it has ended."""
         ...
@@ -129,6 +136,12 @@ class LocalHandle:
         result = getattr(self._worker, method)(*args, **kwargs)
         # waits: `Cluster` bounds every call
         return await result if inspect.isawaitable(result) else result
+
+    async def stream(
+        self, method: str, report: Callable[[Any], None], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        # waits: the caller has a deadline
+        return await getattr(self._worker, method)(report, *args, **kwargs)
 
     async def end(self, deadline_s: float) -> None:
         """Does nothing: the worker ends with this process."""

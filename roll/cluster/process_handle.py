@@ -114,6 +114,12 @@ class ProcessHandle:
     async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return await self._request(self._pack_call(method, args, kwargs), method)
 
+    async def stream(
+        self, method: str, report: Callable[[Any], None], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """The ranks of a mesh have no methods that report."""
+        raise TypeError(f"{self.placement.name}.{method} cannot report: it is a rank of a mesh")
+
     async def ping(self, deadline_s: float) -> None:
         try:
             async with asyncio.timeout(deadline_s):

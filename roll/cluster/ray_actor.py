@@ -21,7 +21,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RaySystemError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from roll.cluster.batched_rpc import BatchedClient, BatchedServer, Packed
+from roll.cluster.batched_rpc import BatchedClient, BatchedServer, PackedAnswer, PackedCall
 from roll.cluster.errors import CallFailure, CallTimedOut, TokensLost, WorkerDied, WorkerError
 from roll.cluster.pid_handle import PidHandle
 from roll.cluster.ray_connection import this_node
@@ -115,10 +115,10 @@ class _Actor:
     async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> CallResult | CallFailure:
         return await self._runtime.call(method, args, kwargs)
 
-    async def post(self, client: str, calls: list[Packed]) -> None:
+    async def post(self, client: str, calls: list[PackedCall]) -> None:
         self._batched_server.post(client, calls)
 
-    async def answers(self, client: str) -> list[Packed]:
+    async def answers(self, client: str) -> list[PackedAnswer]:
         return await self._batched_server.answers(client)
 
     async def close(self) -> None:
@@ -220,15 +220,29 @@ class RayHandle:
             self._byte_counter.count(answer)
         return self._value_of(answer)
 
-    async def _call_batched(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Makes a call that is sent in a batch with others."""
+    async def stream(
+        self, method: str, report: Callable[[Any], None], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        return await self._call_batched(method, args, kwargs, report)
+
+    async def _call_batched(
+        self, method: str, args: Sequence[Any], kwargs: dict[str, Any], report: Callable[[Any], None] | None = None
+    ) -> Any:
+        """Makes a call that is sent in a batch with others; `report` gets what it reports while it runs."""
+
+        def unpickled(packed: bytes) -> None:
+            if self._byte_counter is not None:
+                self._byte_counter.bytes += len(packed)
+            if report is not None:
+                report(cloudpickle.loads(packed))
+
         try:
-            packed = cloudpickle.dumps((method, args, kwargs))
+            packed = cloudpickle.dumps((method, args, kwargs, report is not None))
         except Exception as error:
             raise self._unsendable(method, error) from error
         if self._batched_client is None:
             self._batched_client = self._new_batched_client()
-        answer = await self._batched_client.call(packed)
+        answer = await self._batched_client.call(packed, unpickled)
         if self._byte_counter is not None:
             self._byte_counter.bytes += len(packed) + len(answer)
         try:
@@ -240,11 +254,13 @@ class RayHandle:
     def _new_batched_client(self) -> BatchedClient:
         actor = self._live_actor
 
-        async def post(client: str, calls: list[Packed]) -> None:
+        async def post(client: str, calls: list[PackedCall]) -> None:
             _result_or_raise(await self._await_result(actor.post.remote(client, calls), "post"))
 
-        async def answers(client: str) -> list[Packed]:
-            found: list[Packed] = _result_or_raise(await self._await_result(actor.answers.remote(client), "answers"))
+        async def answers(client: str) -> list[PackedAnswer]:
+            found: list[PackedAnswer] = _result_or_raise(
+                await self._await_result(actor.answers.remote(client), "answers")
+            )
             return found
 
         return BatchedClient(self.placement.name, post, answers, self._deadline_s)

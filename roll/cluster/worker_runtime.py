@@ -79,7 +79,10 @@ class WorkerRuntime:
             return self._failure(error, "its start")
         return CallResult(StartInfo(where(), batched_methods(type(self._worker))))
 
-    async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> CallResult | CallFailure:
+    async def call(
+        self, method: str, args: Sequence[Any], kwargs: dict[str, Any], report: Callable[[Any], None] | None = None
+    ) -> CallResult | CallFailure:
+        """Executes a call. A method that reports while it runs gets `report` as its first argument."""
         assert self._worker is not None, "a worker is started before it is called"
         function = getattr(self._worker, method)
         how = dispatch_of(function)
@@ -87,7 +90,7 @@ class WorkerRuntime:
         try:
             args = [await self._fetched(arg) for arg in args]
             kwargs = {name: await self._fetched(arg) for name, arg in kwargs.items()}
-            result = function(*args, **kwargs)
+            result = function(*args, **kwargs) if report is None else function(report, *args, **kwargs)
             if inspect.isawaitable(result):
                 # waits: the caller has a deadline
                 result = await result
@@ -99,12 +102,14 @@ class WorkerRuntime:
         except Exception as error:
             return self._failure(error, method)
 
-    async def call_packed(self, packed: bytes) -> bytes:
-        """Executes a pickled call and returns its pickled result; a pickling error becomes a `CallFailure`."""
+    async def call_packed(self, packed: bytes, report: Callable[[bytes], None]) -> bytes:
+        """Executes a pickled call and returns its pickled result; a pickling error becomes a `CallFailure`. Reports of a
+        method that makes some are pickled too."""
         method = "a call"
         try:
-            method, args, kwargs = cloudpickle.loads(packed)
-            return bytes(cloudpickle.dumps(await self.call(method, args, kwargs)))
+            method, args, kwargs, reports = cloudpickle.loads(packed)
+            pickled = (lambda each: report(bytes(cloudpickle.dumps(each)))) if reports else None
+            return bytes(cloudpickle.dumps(await self.call(method, args, kwargs, pickled)))
         except Exception as error:
             failure = unsendable(CallFailure.of(error, self._placement.name, method, where()))
             return bytes(cloudpickle.dumps(failure))

@@ -103,6 +103,10 @@ class Request:
             raise ValueError(f"request {self.id!r} asks for {fault}")
 
 
+class RequestRejected(ValueError):
+    """The engine can never run the request."""
+
+
 @dataclass(frozen=True)
 class Completion:
     """The generated tokens, each with the version of the weights and the log-prob under softmax(logits / temperature). If

@@ -26,14 +26,14 @@ from roll.data.finite import check_reward
 from roll.data.sample import Sample
 from roll.data.task import Message, Response
 from roll.data.tokenlog import NO_VERSION, TokenLog
-from roll.engine.request import Request, SamplingParams, seed_of
+from roll.engine.request import Request, RequestRejected, SamplingParams, seed_of
 from roll.env import EnvFailure, ResetResult, Step
 from roll.env.base import STATE
 from roll.env.state_key import state_of
 from roll.model.chat import ChatRenderer, Conversation, Tools
 from roll.reward import ScoreFailure, Verdict
 from roll.rollout.early_stop import EarlyStop, RunningResponse
-from roll.rollout.engine_client import EngineClient, EngineDied, PartialResponse, RequestRejected, Watch
+from roll.rollout.engine_client import EngineClient, EngineDied, PartialResponse, Watch
 from roll.rollout.lifecycle import Lifecycle
 from roll.rollout.messages import EngineAssignment, SampleCommand
 from roll.workers.env import EnvWorker

@@ -71,6 +71,12 @@ class RemoteHandle(Generic[W]):
             raise WorkerDied(self.placement.name, "it was killed")
         return work.result()
 
+    async def stream(
+        self, method: str, report: Callable[[Any], None], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """A method that reports while it runs; nothing simulated has one."""
+        raise TypeError(f"{self.placement.name}.{method} cannot report")
+
     async def _there_and_back(
         self,
         gone: asyncio.Future[None],

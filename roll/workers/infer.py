@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+import itertools
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from roll.cluster import Dispatch, WorkerPlacement, dispatch
 from roll.config.schema import Config
-from roll.engine.request import Completion, Progress, Request
+from roll.engine.request import Completion, Progress, Request, RequestRejected
 from roll.workers.broadcast_membership import BroadcastMember
 from roll.workers.device import DeviceWorker
 
@@ -24,28 +24,8 @@ if TYPE_CHECKING:  # processes that only call an engine do not import torch
     from roll.weight_sync.stream import Receiver, WeightManifest
     from roll.weight_sync.weights import Weights
 
-POLL_S = 5.0
-"""How long `results` waits before it returns an empty batch."""
-NO_CLIENT = ""
-"""Stands for the client of a request whose output is discarded."""
 PROGRESS_S = 0.5
 """Seconds between progress messages of running requests."""
-
-
-@dataclass(frozen=True)
-class Rejection:
-    """A rejected request, which can never run, and the reason."""
-
-    id: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class OutputBatch:
-    """Outputs for one client: completions of finished requests and new tokens of running ones."""
-
-    completions: list[Completion]
-    progress: list[Progress]
 
 
 @dataclass(frozen=True)
@@ -57,14 +37,18 @@ class EngineLoad:
     cached_tokens: int
 
 
-@dataclass
-class _ClientOutputs:
-    """Outputs that a client has not fetched yet: completions and progress, or the error that ended all its requests."""
+@dataclass(eq=False)
+class _Running:
+    """A request that the engine has, and the call that waits for its completion."""
 
-    completions: list[Completion] = field(default_factory=list)
-    progress: list[Progress] = field(default_factory=list)
-    error: Exception | None = None
-    outputs: asyncio.Event = field(default_factory=asyncio.Event)
+    id: str
+    key: str
+    report: Callable[[Progress], None]
+    completion: asyncio.Future[Completion]
+    reported: int = 0
+    """Tokens that were already reported."""
+    is_over: bool = False
+    """Whether it has ended, or the engine was told to end it; then its completion may still be to come."""
 
 
 class InferWorker(DeviceWorker):
@@ -82,11 +66,8 @@ class InferWorker(DeviceWorker):
         self._strategy: InferStrategy = backend.engine(config, placement, role, own_weights=own_weights)
         self._receiver: Receiver | None = None
         self._member = BroadcastMember()
-        self._clients_of: dict[str, list[str]] = {}
-        """Clients that wait for completions of each request id: several if an aborted request was followed by another."""
-        self._outputs: defaultdict[str, _ClientOutputs] = defaultdict(_ClientOutputs)
-        self._sent_tokens: dict[str, int] = {}
-        """Tokens of each running request that were already sent to its client."""
+        self._running: dict[str, deque[_Running]] = {}
+        """By id, the requests whose completions are still to come, in this order; all but the last of an id are over."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @dispatch(Dispatch.ALL)
@@ -132,104 +113,88 @@ class InferWorker(DeviceWorker):
             await self._strategy.end_loading(manifest)
         return mismatched
 
-    @dispatch(Dispatch.ONE)
-    def submit(self, client: str, requests: Sequence[Request]) -> list[Rejection]:
-        """Submits requests; returns the rejected ones, each with the reason why it can never run."""
-        rejections: list[Rejection] = []
-        for request in requests:
-            try:
-                self._submit_one(request)
-            except ValueError as error:
-                rejections.append(Rejection(request.id, str(error)))
-            else:
-                self._clients_of.setdefault(request.id, []).append(client)
-        if self._clients_of:
-            self._keep_running("results", self._deliver_results)
-            self._keep_running("progress", self._report_progress)
-        return rejections
+    @dispatch(Dispatch.ONE, batched=True, raises=(RequestRejected,))
+    async def generate(self, report: Callable[[Progress], None], key: str, request: Request) -> Completion:
+        """Generates one response, and reports its new tokens every `PROGRESS_S`. `key` begins with the client's name and
+        is used once. Cancelling this coroutine aborts the request."""
+        running = self._submit(report, key, request)
+        self._keep_running("results", self._deliver_results)
+        self._keep_running("progress", self._report_progress)
+        try:
+            # waits: the caller has a deadline
+            return await running.completion
+        except asyncio.CancelledError:
+            self._abort([running])
+            raise
+
+    def _submit(self, report: Callable[[Progress], None], key: str, request: Request) -> _Running:
+        """Submits a request. A running request with the same id belongs to a client that died: it is aborted first."""
+        for earlier in self._running.get(request.id, ()):
+            self._abort([earlier])
+        completion: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        running = _Running(request.id, key, report, completion)
+        try:
+            self._strategy.submit([request])
+        except ValueError as error:
+            raise RequestRejected(str(error)) from None
+        self._running.setdefault(request.id, deque()).append(running)
+        return running
 
     def _keep_running(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         if name not in self._tasks or self._tasks[name].done():
             self._tasks[name] = asyncio.create_task(work())
 
-    def _submit_one(self, request: Request) -> None:
-        """Submits a request. A running request with the same id belongs to a client that died: it is aborted first."""
-        try:
-            self._strategy.submit([request])
-        except ValueError:
-            if request.id not in self._clients_of:
-                raise
-            self._strategy.abort([request.id])
-            self._clients_of[request.id][-1] = NO_CLIENT
-            self._strategy.submit([request])
+    @dispatch(Dispatch.ONE, batched=True)
+    def abort(self, keys: Sequence[str]) -> None:
+        """Aborts requests; their completions have the tokens sampled so far. Unknown keys are ignored."""
+        self._abort(running for running in self._requests() if running.key in keys)
 
     @dispatch(Dispatch.ALL)
     def drop_clients(self, prefix: str) -> None:
-        """Drops dead clients, whose names start with `prefix`: aborts their requests and discards the outputs."""
-        for client in [client for client in self._outputs if client.startswith(prefix)]:
-            del self._outputs[client]
-        orphans = [id for id, clients in self._clients_of.items() if any(c.startswith(prefix) for c in clients)]
-        for id in orphans:
-            self._clients_of[id] = [NO_CLIENT if c.startswith(prefix) else c for c in self._clients_of[id]]
-        if orphans:
-            self._strategy.abort(orphans)
+        """Aborts the requests of dead clients, whose names start with `prefix`."""
+        self._abort(running for running in self._requests() if running.key.startswith(prefix))
 
-    @dispatch(Dispatch.ONE)
-    async def results(self, client: str) -> OutputBatch:
-        """New outputs of the client's requests. Long-polls: waits up to `POLL_S` for the first output."""
-        outputs = self._outputs[client]
-        with suppress(TimeoutError):
-            await asyncio.wait_for(outputs.outputs.wait(), POLL_S)
-        outputs.outputs.clear()
-        batch = OutputBatch(outputs.completions, outputs.progress)
-        outputs.completions, outputs.progress = [], []
-        error, outputs.error = outputs.error, None
-        if error is not None:
-            raise error
-        return batch
+    def _requests(self) -> Iterator[_Running]:
+        return itertools.chain.from_iterable(self._running.values())
+
+    def _abort(self, requests: Iterable[_Running]) -> None:
+        chosen = [running for running in requests if not running.is_over]
+        for running in chosen:
+            running.is_over = True
+        if chosen:
+            self._strategy.abort([running.id for running in chosen])
 
     async def _report_progress(self) -> None:
-        """Sends the new tokens of running requests to their clients every `PROGRESS_S`, while there are any requests."""
-        while self._clients_of:
+        """Reports the new tokens of running requests every `PROGRESS_S`, while there are any requests."""
+        while self._running:
             await asyncio.sleep(PROGRESS_S)
-            for progress in self._strategy.progress(self._sent_tokens):
-                clients = self._clients_of.get(progress.id)
-                if clients and clients[-1] != NO_CLIENT:
-                    self._sent_tokens[progress.id] = progress.start + len(progress.ids)
-                    outputs = self._outputs[clients[-1]]
-                    outputs.progress.append(progress)
-                    outputs.outputs.set()
+            newest = {id: requests[-1] for id, requests in self._running.items()}
+            for progress in self._strategy.progress({id: running.reported for id, running in newest.items()}):
+                running = newest.get(progress.id)
+                if running is not None and not running.is_over:
+                    running.reported = progress.start + len(progress.ids)
+                    running.report(progress)
 
     async def _deliver_results(self) -> None:
-        """Puts each completion into the box of its client, while there are any requests."""
+        """Ends each call with its completion, while there are any requests."""
         try:
-            while self._clients_of:
+            while self._running:
                 for completion in await self._strategy.results():
-                    self._sent_tokens.pop(completion.id, None)
-                    if (client := self._client_of(completion.id)) not in (None, NO_CLIENT):
-                        outputs = self._outputs[client]
-                        outputs.completions.append(completion)
-                        outputs.outputs.set()
+                    if (requests := self._running.get(completion.id)) is None:
+                        continue
+                    running = requests.popleft()
+                    running.is_over = True
+                    if not requests:
+                        del self._running[completion.id]
+                    if not running.completion.done():
+                        running.completion.set_result(completion)
                 await asyncio.sleep(0)
         except Exception as error:
-            clients = {client for waiting in self._clients_of.values() for client in waiting}
-            self._clients_of.clear()
-            self._sent_tokens.clear()
-            for outputs in map(self._outputs.__getitem__, clients):
-                outputs.error = error
-                outputs.outputs.set()
-
-    def _client_of(self, id: str) -> str | None:
-        """The client that a completion belongs to; None if an error ended its request."""
-        clients = self._clients_of.pop(id, [])
-        if len(clients) > 1:
-            self._clients_of[id] = clients[1:]
-        return clients[0] if clients else None
-
-    @dispatch(Dispatch.ALL)
-    def abort(self, ids: Sequence[str]) -> None:
-        """Aborts requests; their completions have the tokens sampled so far."""
-        self._strategy.abort(ids)
+            failed, self._running = self._running, {}
+            for running in itertools.chain.from_iterable(failed.values()):
+                running.is_over = True
+                if not running.completion.done():
+                    running.completion.set_exception(error)
 
     @dispatch(Dispatch.ALL)
     async def pause(self) -> None:
@@ -256,7 +221,7 @@ class InferWorker(DeviceWorker):
     @dispatch(Dispatch.ALL)
     def load(self) -> EngineLoad:
         """The current load of the engine."""
-        if not self._clients_of:  # also before the engine has weights
+        if not self._running:  # also before the engine has weights
             return EngineLoad(0, 0, 0)
         stats = self._strategy.stats()
         return EngineLoad(stats.running, stats.waiting, stats.cached_tokens)

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from hypothesis_examples import examples
 from toy_workers import now_s, run_virtually
 
-from roll.cluster.batched_rpc import POLL_S, BatchedClient, BatchedServer, Packed
+from roll.cluster.batched_rpc import POLL_S, BatchedClient, BatchedServer, PackedAnswer, PackedCall, Report
 from roll.cluster.errors import CallTimedOut, WorkerDied
 
 DEADLINE_S = 100.0
+REPORTS = 3
+"""How many each call makes while it runs."""
 LONG_S = 3 * POLL_S
 """By then whoever asks for answers that nobody waits for has gone home."""
 
@@ -26,6 +28,8 @@ class Wire:
 
     def __init__(self, work_s: Callable[[bytes], float] = lambda packed: 0.0, *, trip_s: float = 0.001) -> None:
         self.began: list[bytes] = []
+        self.running: set[bytes] = set()
+        self.cleanup_s = 0.0
         self.posts: list[int] = []
         self.asked = 0
         self.trip_s = trip_s
@@ -36,18 +40,27 @@ class Wire:
     def batched_client(self) -> BatchedClient:
         return BatchedClient("toy[0]", self._post, self._answers, DEADLINE_S)
 
-    async def _do(self, packed: bytes) -> bytes:
+    async def _do(self, packed: bytes, report: Report) -> bytes:
         self.began.append(packed)
-        await asyncio.sleep(self._work_s(packed))
-        return packed[::-1]
+        self.running.add(packed)
+        try:
+            for number in range(REPORTS):
+                report(b"%d of " % number + packed)
+                await asyncio.sleep(self._work_s(packed) / REPORTS)
+            return packed[::-1]
+        except asyncio.CancelledError:
+            await asyncio.sleep(self.cleanup_s)
+            raise
+        finally:
+            self.running.discard(packed)
 
-    async def _post(self, client: str, calls: list[Packed]) -> None:
+    async def _post(self, client: str, calls: list[PackedCall]) -> None:
         self.posts.append(len(calls))
         await self._trip()
         self.server.post(client, calls)
         await self._trip()
 
-    async def _answers(self, client: str) -> list[Packed]:
+    async def _answers(self, client: str) -> list[PackedAnswer]:
         self.asked += 1
         await self._trip()
         answers = await self.server.answers(client)
@@ -75,7 +88,6 @@ def test_calls_of_one_moment_travel_in_one_trip_and_answers_come_as_they_are_rea
 
         await asyncio.gather(*map(call, range(100)))
         assert wire.posts == [100]
-        assert wire.asked == 2
         assert ended.pop(3) > 1.0
         assert max(ended.values()) < 0.01
         await asyncio.sleep(LONG_S)
@@ -99,20 +111,84 @@ def test_calls_made_while_others_travel_go_with_the_next_trip() -> None:
     run_virtually(main)
 
 
-def test_a_call_cancelled_before_it_was_sent_never_begins_and_a_later_one_is_discarded() -> None:
+def test_a_call_cancelled_before_it_was_sent_never_begins_and_a_later_one_has_ended_when_its_caller_goes_on() -> None:
     async def main() -> None:
-        wire = Wire(lambda packed: 2.0, trip_s=1.0)
+        wire = Wire(lambda packed: 20.0, trip_s=1.0)
+        wire.cleanup_s = 0.5
         batched_client = wire.batched_client()
-        first, second, third = (asyncio.ensure_future(batched_client.call(packed(number))) for number in range(3))
+        first, second = (asyncio.ensure_future(batched_client.call(packed(number))) for number in range(2))
         await asyncio.sleep(0.5)
-        late = asyncio.ensure_future(batched_client.call(packed(3)))
+        late = asyncio.ensure_future(batched_client.call(packed(2)))
         await asyncio.sleep(0.1)
         late.cancel()
         second.cancel()
-        assert (await first, await third) == (packed(0)[::-1], packed(2)[::-1])
-        assert wire.began == [packed(number) for number in range(3)]
-        assert second.cancelled()
-        assert late.cancelled()
+        await asyncio.wait([late])
+        assert now_s() == 0.6
+        await asyncio.wait([second])
+        assert wire.began == [packed(0), packed(1)]
+        assert wire.running == {packed(0)}
+        assert now_s() < 8
+        assert await first == packed(0)[::-1]
+        await asyncio.sleep(LONG_S)
+        assert not wire.server._boxes
+
+    run_virtually(main)
+
+
+def test_a_cancelled_call_that_has_not_begun_yet_ends_too() -> None:
+    async def main() -> None:
+        server = BatchedServer(Wire()._do)
+        server.post("me", [(1, b"never"), (1, None)])  # in one message
+        assert await server.answers("me") == [(1, None, True)]
+        assert not server._boxes
+
+    run_virtually(main)
+
+
+def test_a_caller_does_not_wait_long_for_a_worker_that_does_not_end_its_call() -> None:
+    async def main() -> None:
+        wire = Wire(lambda packed: 1000.0)
+        wire.cleanup_s = 50.0
+        batched_client = wire.batched_client()
+        call = asyncio.ensure_future(batched_client.call(packed(0)))
+        await asyncio.sleep(1)
+        call.cancel()
+        await asyncio.wait([call])
+        assert call.cancelled()
+        assert 10 < now_s() < 12
+        await asyncio.sleep(60 + LONG_S)
+        assert not batched_client._waiting
+        assert not wire.server._boxes
+
+    run_virtually(main)
+
+
+def test_reports_come_in_order_and_before_the_result() -> None:
+    async def main() -> None:
+        wire = Wire(lambda packed: 3.0)
+        batched_client, heard = wire.batched_client(), {}
+
+        async def call(number: int) -> None:
+            heard[number] = []
+            await batched_client.call(packed(number), lambda each: heard[number].append((each, now_s())))
+            expected = [b"%d of " % each + packed(number) for each in range(REPORTS)]
+            assert [each for each, _ in heard[number]] == expected
+            assert [round(at_s) for _, at_s in heard[number]] == [0, 1, 2], "as they are made"
+
+        await asyncio.gather(*map(call, range(20)))
+        await asyncio.sleep(LONG_S)
+
+    run_virtually(main)
+
+
+def test_answers_to_a_client_that_is_dead_are_forgotten_in_the_end() -> None:
+    async def main() -> None:
+        wire = Wire(lambda packed: 1.0)
+        wire.server.post("dead", [(1, packed(1))])
+        await asyncio.sleep(7200)
+        assert "dead" in wire.server._boxes
+        await wire.batched_client().call(packed(2))
+        assert "dead" not in wire.server._boxes
         await asyncio.sleep(LONG_S)
 
     run_virtually(main)
@@ -174,7 +250,6 @@ def test_clients_have_their_own_answers() -> None:
         assert answers == [f"{client} {number}".encode()[::-1] for client in range(3) for number in range(4)]
         await asyncio.sleep(LONG_S)
         assert not wire.server._boxes
-        assert not wire.server._running
 
     run_virtually(main)
 
@@ -207,7 +282,8 @@ def test_every_call_has_its_own_answer_whatever_happens(seed: int, breaks: bool)
                 assert call.result() == packed(number)[::-1]
         numbers = [int(each.split()[1]) for each in wire.began]
         assert numbers == sorted(set(numbers))  # each at most once, in the order they were made
-        assert not batched_client._waiting
         await asyncio.sleep(LONG_S)
+        assert not batched_client._waiting
+        assert not wire.running or breaks
 
     run_virtually(main)

@@ -1,4 +1,4 @@
-"""The door to the engines: what comes back to whom, and what happens when an engine or a caller dies."""
+"""The client of the engines: what comes back to whom, and what happens when an engine or a caller dies."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rollout_toys import Mortal, ToyEngine, engines, go, logprob_of, of, request
 from roll.cluster import Cluster
 from roll.cluster.errors import CallFailure, RemoteError, WorkerDied, WorkerError
 from roll.config.errors import RunError
-from roll.engine.request import Completion, Progress, Request
-from roll.rollout.engine_client import EngineClient, EngineDied, PartialResponse, RequestRejected, Watch
-from roll.workers.infer import PROGRESS_S, InferWorker, OutputBatch
+from roll.engine.request import Completion, Progress, Request, RequestRejected
+from roll.rollout.engine_client import EngineClient, EngineDied, PartialResponse, Watch
+from roll.workers.infer import PROGRESS_S, InferWorker
 
 
 def start(
@@ -35,23 +35,15 @@ async def cancel(task: asyncio.Task[Completion]) -> None:
 
 def assert_empty(client: EngineClient) -> None:
     assert not client._pending
-    assert not any(sum(to_discard.values()) for to_discard in client._to_discard)
+    assert not client._aborts
 
 
-class Counted:
-    """Counts the calls on a role's workers."""
-
-    def __init__(self, cluster: Cluster[InferWorker]) -> None:
-        self.calls: list[tuple[str, int]] = []
-        for handle in cluster._handles:
-            handle.call = self._counting(handle.call)  # type: ignore[method-assign]
-
-    def _counting(self, call):  # type: ignore[no-untyped-def]
-        async def counted(method: str, args: Sequence, kwargs: dict):  # type: ignore[no-untyped-def,type-arg]
-            self.calls.append((method, len(args[-1])))
-            return await call(method, args, kwargs)
-
-        return counted
+def ask(
+    cluster: Cluster[InferWorker], client: str, id: str, heard: list[Progress] | None = None
+) -> asyncio.Task[Completion]:
+    """A request as the engine's worker gets it, from the client of that name."""
+    report = (lambda progress: None) if heard is None else heard.append
+    return asyncio.create_task(cluster.stream_rank(0, InferWorker.generate, report, f"{client}#{id}", request(id)))
 
 
 # every request has its own answer
@@ -89,18 +81,17 @@ def test_every_request_gets_its_own_completion_in_any_order(
     go(main())
 
 
-def test_requests_made_together_travel_together() -> None:
+def test_a_request_to_an_engine_in_this_process_is_there_at_once() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        counted = Counted(cluster)
         client = EngineClient(cluster, "me")
         calls = [start(client, str(number)) for number in range(50)]
-        await until(lambda: len(toy.running) == 50)
-        assert [call for call in counted.calls if call[0] == "submit"] == [("submit", 50)]
+        await asyncio.sleep(0)
+        assert len(toy.running) == 50
         for number in range(50):
             toy.finish(str(number))
         await asyncio.gather(*calls)
-        assert sum(method == "results" for method, _ in counted.calls) <= 3
+        assert_empty(client)
 
     go(main())
 
@@ -117,20 +108,6 @@ def test_clients_of_one_engine_get_nothing_of_each_others() -> None:
         assert not first.done()
         toy.finish("a", [1])
         assert (await first).ids.tolist() == [1]
-
-    go(main())
-
-
-def test_completions_wait_for_a_client_that_has_not_asked_yet() -> None:
-    async def main() -> None:
-        cluster, (toy,) = await engines(1)
-        assert await cluster.call_rank(0, InferWorker.submit, "me", [request("a"), request("b")]) == []
-        toy.finish("b")
-        toy.finish("a")
-        await turns()
-        assert [c.id for c in (await cluster.call_rank(0, InferWorker.results, "me")).completions] == ["b", "a"]
-        assert await cluster.call_rank(0, InferWorker.results, "me") == OutputBatch([], [])
-        assert await cluster.call_rank(0, InferWorker.results, "you") == OutputBatch([], [])
 
     go(main())
 
@@ -230,47 +207,27 @@ def test_a_cancelled_request_is_on_no_engine_whenever_it_is_cancelled(after: int
     go(main())
 
 
-def test_a_request_cancelled_on_its_way_is_aborted_when_it_has_arrived() -> None:
-    async def main() -> None:
-        cluster, (toy,) = await engines(1)
-        slow = Slow(cluster)
-        client = EngineClient(cluster, "me")
-        call = start(client, "a")
-        await until(lambda: slow.held)
-        call.cancel()
-        await turns()
-        assert (toy.aborted, call.done()) == ([], False)
-        slow.gate.set()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        assert (toy.submitted, toy.aborted, toy.running) == (["a"], ["a"], {})
-        again = start(client, "a")
-        await until(lambda: toy.running)
-        toy.finish("a", [5])
-        assert (await again).ids.tolist() == [5]
-        assert_empty(client)
-
-    go(main())
-
-
 class Slow:
-    """Holds requests back on their way to the engine while its gate is closed."""
+    """Holds what goes to the engine back while its gate is closed; requests then end in `error`, if there is one."""
 
     def __init__(self, cluster: Cluster[InferWorker], error: Exception | None = None) -> None:
         self.gate = asyncio.Event()
         self.held = 0
         (handle,) = cluster._handles
-        call = handle.call
+        call, stream = handle.call, handle.stream
 
-        async def slow(method: str, args: Sequence, kwargs: dict):  # type: ignore[no-untyped-def,type-arg]
-            if method == "submit":
-                self.held += 1
-                await self.gate.wait()
-                if error is not None:
-                    raise error
-            return await call(method, args, kwargs)
+        async def slow_call(*args):  # type: ignore[no-untyped-def]
+            await self.gate.wait()
+            return await call(*args)
 
-        handle.call = slow  # type: ignore[method-assign]
+        async def slow_stream(*args):  # type: ignore[no-untyped-def]
+            self.held += 1
+            await self.gate.wait()
+            if error is not None:
+                raise error
+            return await stream(*args)
+
+        handle.call, handle.stream = slow_call, slow_stream  # type: ignore[method-assign]
 
 
 def test_a_deadline_ends_the_request_on_its_engine_too() -> None:
@@ -308,16 +265,13 @@ def test_a_request_tried_again_at_once_gets_its_own_answer() -> None:
 def test_a_second_try_that_arrives_before_the_first_ones_end_was_told_gets_its_own_answer() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        await cluster.call_rank(0, InferWorker.submit, "me", [request("a")])
+        first = ask(cluster, "me", "a")
         await turns()
-        toy.abort(["a"])  # in one turn of the engine's loop, so that nobody hears of it in between
-        again = cluster._handles[0]._worker.submit("me", [request("a")])  # type: ignore[attr-defined]
-        assert again == []
+        await cluster.call_rank(0, InferWorker.abort, ["me#a"])
+        again = ask(cluster, "you", "a")  # in one turn of the engine's loop, so that nobody hears of the end in between
         await turns()
         toy.finish("a", [5])
-        await turns()
-        found = (await cluster.call_rank(0, InferWorker.results, "me")).completions
-        assert [(c.finish, c.ids.tolist()) for c in found] == [("abort", []), ("stop", [5])]
+        assert [(c.finish, c.ids.tolist()) for c in (await first, await again)] == [("abort", []), ("stop", [5])]
 
     go(main())
 
@@ -419,25 +373,23 @@ def test_an_engines_error_reaches_everyone_who_waits_for_it_and_nobody_else() ->
     go(main())
 
 
-def test_an_error_waits_for_every_client_whose_requests_it_took() -> None:
+def test_what_an_error_took_is_nobodys_and_the_engine_goes_on() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        for client, id in (("me", "a"), ("you", "b"), ("you", "c")):
-            await cluster.call_rank(0, InferWorker.submit, client, [request(id)])
-        toy.finish("c")
+        client = EngineClient(cluster, "me")
+        taken = [start(client, id) for id in "ab"]
         await turns()
         toy.break_down(OSError("the engine died"))
-        await turns()
-        toy.mend()
-        await cluster.call_rank(0, InferWorker.submit, "me", [request("d")])  # the engine goes on
-        await turns()
-        for client in ("me", "you"):
+        for call in taken:
             with pytest.raises(OSError, match="the engine died"):
-                await cluster.call_rank(0, InferWorker.results, client)
-        toy.finish("a")  # what the error took is nobody's
-        toy.finish("d")
-        assert [c.id for c in (await cluster.call_rank(0, InferWorker.results, "me")).completions] == ["d"]
-        assert await cluster.call_rank(0, InferWorker.results, "you") == OutputBatch([], [])
+                await call
+        toy.mend()
+        later = start(client, "d")
+        await turns()
+        toy.finish("a")
+        toy.finish("d", [4])
+        assert (await later).ids.tolist() == [4]
+        assert_empty(client)
 
     go(main())
 
@@ -447,7 +399,7 @@ def test_requests_that_do_not_arrive_fail_and_can_be_tried_again(cancelled: bool
     async def main() -> None:
         cluster, (toy,) = await engines(1)
         (handle,) = cluster._handles
-        call = handle.call
+        stream = handle.stream
         slow = Slow(cluster, OSError("the engine died"))
         client = EngineClient(cluster, "me")
         first, second = start(client, "a"), start(client, "b")
@@ -460,8 +412,8 @@ def test_requests_that_do_not_arrive_fail_and_can_be_tried_again(cancelled: bool
         for failing in (first, second, third):
             with pytest.raises(asyncio.CancelledError if failing is first and cancelled else OSError):
                 await failing
-        assert slow.held == 1
-        handle.call = call  # type: ignore[method-assign]
+        assert slow.held == 3
+        handle.stream = stream  # type: ignore[method-assign]
         again = start(client, "a")
         await until(lambda: toy.running)
         toy.finish("a", [5])
@@ -604,26 +556,19 @@ def test_what_is_heard_of_a_request_is_always_a_beginning_of_what_was_drawn(seed
     go(main())
 
 
-def test_progress_nobody_waits_for_or_with_a_gap_is_not_taken_for_another() -> None:
+def test_progress_of_an_aborted_request_is_not_taken_for_the_next_ones() -> None:
     async def main() -> None:
         (handle,), (toy,), client = await mortal()
         first = start(client, "a")
         await until(lambda: toy.running)
         toy.draw("a", 11, 12)
-        toy.abort = lambda ids: None  # type: ignore[method-assign]
         await cancel(first)
-        toy.mend()
         again = start(client, "a")  # before the end of the first one was told
-        await until(lambda: toy.running)
-        client._add_progress(0, progress("a", 0, 77))  # of the first
-        client._add_progress(0, progress("stranger", 0, 78))
-        toy.finish("a", [], "abort")  # the end of the first
-        toy.running["a"] = toy.asked[-1]
-        await until(lambda: not sum(client._to_discard[0].values()))
-        client._add_progress(0, progress("a", 1, 79))  # what came before it was never heard
-        client._add_progress(0, progress("a", 0, 21, 22))
-        client._add_progress(0, progress("a", 1, 80))
-        client._add_progress(0, progress("a", 2, 23))
+        await turns()
+        toy.draw("a", 21, 22)
+        await asyncio.sleep(PROGRESS_S + 0.1)
+        toy.draw("a", 23)
+        await asyncio.sleep(PROGRESS_S + 0.1)
         kill(handle)
         assert (await lost(again)).partial.ids.tolist() == [21, 22, 23]
 
@@ -638,29 +583,31 @@ def progress(id: str, start: int, *tokens: int) -> Progress:
 def test_only_what_is_new_is_told_each_time() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        await cluster.call_rank(0, InferWorker.submit, "me", [request("a"), request("b")])
-        told: list[tuple[str, int, list[int]]] = []
+        heard: list[Progress] = []
+        first, second = ask(cluster, "me", "a", heard), ask(cluster, "me", "b", heard)
+        await turns()
 
-        async def listen() -> None:
-            news = await cluster.call_rank(0, InferWorker.results, "me")
-            told.extend((p.id, p.start, p.ids.tolist()) for p in news.progress)
+        async def listen() -> list[tuple[str, int, list[int]]]:
+            heard.clear()
+            await asyncio.sleep(PROGRESS_S)
+            return [(p.id, p.start, p.ids.tolist()) for p in heard]
 
+        await asyncio.sleep(0.1)
         toy.draw("a", 11, 12)
-        await listen()
+        assert await listen() == [("a", 0, [11, 12])]
         toy.draw("b", 31)
         toy.draw("a", 13)
-        await listen()
-        assert told == [("a", 0, [11, 12]), ("a", 2, [13]), ("b", 0, [31])]
+        assert await listen() == [("a", 2, [13]), ("b", 0, [31])]
+        assert await listen() == []
         toy.finish("a", [14])
         toy.finish("b", [])
-        news = await cluster.call_rank(0, InferWorker.results, "me")
-        assert [c.ids.tolist() for c in news.completions] == [[11, 12, 13, 14], [31]]
-        await cluster.call_rank(0, InferWorker.submit, "me", [request("a")])  # from its beginning
+        assert [c.ids.tolist() for c in (await first, await second)] == [[11, 12, 13, 14], [31]]
+        again = ask(cluster, "me", "a", heard)  # from its beginning
+        await turns()
         toy.draw("a", 15)
-        told.clear()
-        await listen()
-        assert told == [("a", 0, [15])]
+        assert await listen() == [("a", 0, [15])]
         toy.finish("a")
+        await again
 
     go(main())
 
@@ -688,31 +635,32 @@ def test_a_cancelled_request_of_a_dead_engine_ends_and_a_new_engine_takes_its_pl
 def test_a_request_that_is_here_already_is_a_leftover_and_gives_way() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        for client in ("me", "me", "you"):
-            assert await cluster.call_rank(0, InferWorker.submit, client, [request("a")]) == []
+        calls = []
+        for client in ("me", "you", "them"):
+            calls.append(ask(cluster, client, "a"))
+            await turns()
             toy.draw("a", 11)
         toy.finish("a", [5])
-        news = await cluster.call_rank(0, InferWorker.results, "you")
-        assert [(c.finish, c.ids.tolist()) for c in news.completions] == [("stop", [11, 5])]
-        assert await cluster.call_rank(0, InferWorker.results, "me") == OutputBatch([], [])
+        done = [await call for call in calls]
+        assert [(c.finish, c.ids.tolist()) for c in done] == [("abort", [11]), ("abort", [11]), ("stop", [11, 5])]
         assert toy.aborted == ["a", "a"]
 
     go(main())
 
 
-def test_the_requests_of_clients_that_died_end_and_nobody_hears_of_them() -> None:
+def test_the_requests_of_clients_that_died_end() -> None:
     async def main() -> None:
         cluster, (toy,) = await engines(1)
-        for client, id in (("rollout[1]/ab", "a"), ("rollout[1]/cd", "b"), ("rollout[10]/ef", "c")):
-            await cluster.call_rank(0, InferWorker.submit, client, [request(id)])
+        pairs = (("rollout[1]/ab", "a"), ("rollout[1]/cd", "b"), ("rollout[10]/ef", "c"))
+        calls = {id: ask(cluster, client, id) for client, id in pairs}
+        await turns()
+        for id in calls:
             toy.draw(id, 11)
         await cluster.call(InferWorker.drop_clients, "rollout[1]/")
         assert (sorted(toy.aborted), list(toy.running)) == (["a", "b"], ["c"])
+        await turns()
         toy.finish("c", [5])
-        news = await cluster.call_rank(0, InferWorker.results, "rollout[10]/ef")
-        assert [c.id for c in news.completions] == ["c"]
-        for client in ("rollout[1]/ab", "rollout[1]/cd"):
-            assert await cluster.call_rank(0, InferWorker.results, client) == OutputBatch([], [])
+        assert [(await call).finish for call in calls.values()] == ["abort", "abort", "stop"]
 
     go(main())
 
@@ -743,24 +691,6 @@ def test_a_request_that_is_ended_gives_what_it_has_whenever_that_is(after: int) 
         assert toy.aborted in ([], ["a"])
         toy.finish("b", [6])
         assert (await other).ids.tolist() == [6]
-        assert_empty(client)
-
-    go(main())
-
-
-def test_a_request_ended_on_its_way_is_ended_when_it_has_arrived() -> None:
-    async def main() -> None:
-        cluster, (toy,) = await engines(1)
-        slow = Slow(cluster)
-        client = EngineClient(cluster, "me")
-        call = start(client, "a")
-        await until(lambda: slow.held)
-        client.end(["a"])
-        await turns()
-        assert (toy.aborted, call.done()) == ([], False)
-        slow.gate.set()
-        assert (await call).finish == "abort"
-        assert (toy.submitted, toy.aborted, toy.running) == (["a"], ["a"], {})
         assert_empty(client)
 
     go(main())
