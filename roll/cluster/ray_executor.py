@@ -118,12 +118,15 @@ class RayExecutor:
             bundles.append({"CPU": cores} if gpu is None else {"GPU": 1})
             labels.append({"ray.io/node-id": node} if node else {})
         selectors = labels if any(labels) else None
-        self._group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
-        if not self._group.wait(self._config.start_deadline_s):
+        group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
+        if not group.wait(self._config.start_deadline_s):
+            free = _listed([ray.available_resources()])
+            remove_placement_group(group)  # else it would take the devices as soon as they are free
             raise RunError(
                 f"the cluster did not give the run its devices within {self._config.start_deadline_s:g} s: it asked for "
-                f"{_listed(bundles)}, and free are {_listed([ray.available_resources()])}"
+                f"{_listed(bundles)}, and free are {free}"
             )
+        self._group = group
         several = [
             device for placement in placements for device in _devices_of(placement) if len(_devices_of(placement)) > 1
         ]

@@ -171,6 +171,18 @@ class Toy(Worker):
     async def crowd_through(self, others: Cluster[Toy], count: int) -> list[Any]:
         return await asyncio.gather(*(others.call_rank(0, Toy.in_a_crowd, number) for number in range(count)))
 
+    @dispatch(Dispatch.ONE, batched=True, raises=(Declined,))
+    async def counts(
+        self, report: Callable[[tuple[int, int]], None], upto: int, *, wait_s: float = 0.0, make: Any = lambda: None
+    ) -> Any:
+        try:
+            for number in range(upto):
+                report((upto, number))
+                await asyncio.sleep(wait_s)
+            return upto, make()
+        finally:
+            self.calls.append(f"counted to {number}")
+
 
 def _open_weights() -> None:
     raise FileNotFoundError("no file weights.bin")  # the line of the first cause
@@ -296,6 +308,48 @@ def test_batched_calls_behave_as_in_one_process(roles: Roles) -> None:
         return [*(await asyncio.gather(*calls)), await toys.call_each(Toy.taken)]
 
     assert roles.run(ask(roles.toys)) == roles.run(ask(roles.local))
+
+
+def test_what_calls_report_arrives_in_order_and_before_their_results(roles: Roles) -> None:
+    async def ask(toys: Cluster[Toy]) -> list[Any]:
+        heard: dict[int, list[int]] = {}
+
+        async def call(upto: int) -> Any:
+            def listen(each: tuple[int, int]) -> None:
+                heard.setdefault(each[0], []).append(each[1])
+
+            result = await toys.stream_rank(upto % 2, Toy.counts, listen, upto)
+            return result, list(heard[upto])
+
+        found = await asyncio.gather(*map(call, range(1, 40)))
+        await toys.call_each(Toy.taken)
+        return found
+
+    found = roles.run(ask(roles.toys))
+    assert found == [((upto, None), list(range(upto))) for upto in range(1, 40)]
+    assert found == roles.run(ask(roles.local))
+
+
+@pytest.mark.parametrize("where", ["toys", "local"])
+def test_a_call_that_is_cancelled_ends_on_the_worker_and_one_that_fails_says_why(roles: Roles, where: str) -> None:
+    toys: Cluster[Toy] = getattr(roles, where)
+
+    def decline() -> None:
+        raise Declined("not me")
+
+    async def use() -> None:
+        heard: list[tuple[int, int]] = []
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(2.0):
+                await toys.stream_rank(0, Toy.counts, heard.append, 9, wait_s=1.1)
+        assert heard == [(9, 0), (9, 1)]
+        assert (await toys.call_each(Toy.taken))[0] == ["counted to 1"]
+        with pytest.raises(ValueError, match="not me") as caught:
+            await toys.stream_rank(0, Toy.counts, heard.append, 1, make=decline)
+        assert type(caught.value).__name__ == "Declined"
+        await toys.call_each(Toy.taken)
+
+    roles.run(use())
 
 
 def test_batched_calls_may_come_from_another_worker(roles: Roles) -> None:
