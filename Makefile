@@ -26,9 +26,10 @@ quickstart: install
 	$(BIN)/roll train $(CONFIG) --restart
 
 # Three for two cores: many tests wait for processes that they have started, or ended. The last line is the time they took.
-# Property tests draw a fifth of their examples; with ROLL_TESTS=all, as .ci/run sets it, all of them.
+# Property tests draw a fifth of their examples, and tests marked `thorough` are left out; with ROLL_TESTS=all, as .ci/run
+# sets it, all run.
 test: install
-	bash -c "TIMEFORMAT='tests: %R s, of which %U s user and %S s system on all cores'; time $(BIN)/python -m pytest -n 3 --dist loadgroup -m 'not slow'"
+	bash -c "TIMEFORMAT='tests: %R s, of which %U s user and %S s system on all cores'; time $(BIN)/python -m pytest -n 3 --dist loadgroup -m 'not slow and not lint'"
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow
@@ -52,6 +53,8 @@ test-vllm: $(VLLM_STAMP)
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tests/private_names.py
+	$(BIN)/python -m pytest -q tests/test_arrows.py tests/test_names.py tests/test_waits.py tests/cluster/test_cluster_types.py
 
 types: install
 	$(BIN)/mypy

@@ -20,6 +20,8 @@ import pytest
 
 import roll
 
+pytestmark = pytest.mark.lint
+
 ROOT = Path(roll.__file__).parent
 
 TIERS = [

@@ -11,6 +11,8 @@ import pytest
 
 import roll
 
+pytestmark = pytest.mark.lint
+
 ROOT = Path(roll.__file__).parent
 DOCS = ROOT.parent / "docs"
 

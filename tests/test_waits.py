@@ -12,7 +12,11 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 import roll
+
+pytestmark = pytest.mark.lint
 
 ROOT = Path(roll.__file__).parent
 MARK = "# waits:"

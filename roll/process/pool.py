@@ -52,7 +52,7 @@ class ProcessPool(Generic[P]):
         on_ready: Callable[[P], None],
         on_end: Callable[[RunError], None],
     ) -> None:
-        """`noun`: what the processes are, for messages: `grader`."""
+        """`noun`: what the processes are, for messages: `grader`. `start` takes bounded time."""
         self._noun = noun
         self._size = size
         self._start = start
@@ -96,6 +96,7 @@ class ProcessPool(Generic[P]):
     async def launch(self, start: Callable[[], Awaitable[P]] | None = None) -> P:
         """Starts one more process, which is not replaced when it ends. The caller retires it."""
         async with self._starts:
+            # waits: each start has a deadline
             process = await (start or self._start)()
         self._processes.add(process)
         return process

@@ -23,7 +23,7 @@ def go(coroutine: Coroutine[Any, Any, None]) -> None:
     """Runs a test's coroutine, and holds that it leaves no task behind."""
 
     async def main() -> None:
-        await asyncio.wait_for(coroutine, 20)
+        await asyncio.wait_for(coroutine, 200)
         await turns()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from mypy import api
+
+pytestmark = pytest.mark.lint
 
 SNIPPET = """
 from roll.cluster import Cluster, Dispatch, Worker, dispatch
-
 
 class Adder(Worker):
     @dispatch(Dispatch.ONE)

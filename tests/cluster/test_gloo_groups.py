@@ -67,7 +67,7 @@ def with_group(use: Callable[[Cluster[Reducer]], Coroutine[Any, Any, None]]) -> 
         executor = LocalExecutor(120)
         try:
             places = [WorkerPlacement("rank", rank, 2, threads=1, mesh=SHAPE) for rank in range(2)]
-            await asyncio.wait_for(use(await Cluster.start(executor, Reducer, places)), 200)
+            await asyncio.wait_for(use(await Cluster.start(executor, Reducer, places)), 1200)
         finally:
             await executor.close()
 

@@ -209,7 +209,7 @@ class Roles:
     local: Cluster[Toy]
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.runner.run(asyncio.wait_for(work, 30))
+        return self.runner.run(asyncio.wait_for(work, 300))
 
     def in_short(self, cluster: Cluster[Toy], deadline_s: float) -> Cluster[Toy]:
         return Cluster(cluster.role, cluster._handles, deadline_s)
@@ -226,7 +226,7 @@ def roles(shared_ray: None) -> Iterator[Roles]:
 
     here = sys.modules[__name__]
     cloudpickle.register_pickle_by_value(here)  # workers cannot import a test
-    executor = RayExecutor(RayConfig(object_store_gb=0.1, start_deadline_s=60, call_deadline_s=20))
+    executor = RayExecutor(RayConfig(object_store_gb=0.1, start_deadline_s=600, call_deadline_s=300))
     executor.connect()
     with asyncio.Runner() as runner:
         node = executor.nodes()[0].id

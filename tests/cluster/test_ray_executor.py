@@ -95,9 +95,9 @@ def with_executor(use: Use, config: RayConfig | None = None, logs: Path | None =
 
     async def main() -> None:
         free = free_cores()
-        executor = RayExecutor(config or RayConfig(start_deadline_s=60, call_deadline_s=20), logs)
+        executor = RayExecutor(config or RayConfig(start_deadline_s=600, call_deadline_s=300), logs)
         try:
-            await asyncio.wait_for(use(executor), 60)
+            await asyncio.wait_for(use(executor), 600)
         finally:
             await executor.close()
         await executor.close()

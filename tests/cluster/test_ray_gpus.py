@@ -46,7 +46,7 @@ def test_an_engine_of_two_gpus_sees_those_of_the_two_ranks_beside_it(three_gpus:
     alone = on("critic", (2,))
 
     async def main() -> None:
-        executor = RayExecutor(RayConfig(start_deadline_s=120, call_deadline_s=60))
+        executor = RayExecutor(RayConfig(start_deadline_s=600, call_deadline_s=300))
         try:
             executor.reserve([*ranks, *engine, *alone], ranks)
             starts = (Cluster.start(executor, Looker, places) for places in (ranks, engine, alone))

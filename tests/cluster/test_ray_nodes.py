@@ -63,7 +63,7 @@ def test_workers_lie_on_their_nodes_and_read_what_is_on_the_other(
     batch = Batch(offsets, {"ids": np.arange(offsets[-1], dtype=np.int32)})
 
     async def main() -> None:
-        executor = RayExecutor(RayConfig(address=two_nodes, start_deadline_s=120, call_deadline_s=60))
+        executor = RayExecutor(RayConfig(address=two_nodes, start_deadline_s=600, call_deadline_s=300))
         try:
             nodes = [node.id for node in executor.nodes()]
             assert len(set(nodes)) == 2

@@ -114,7 +114,7 @@ class Roles:
     notes: Path
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.runner.run(asyncio.wait_for(work, 60))
+        return self.runner.run(asyncio.wait_for(work, 600))
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def roles(own_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
     here, notes = sys.modules[__name__], tmp_path_factory.mktemp("notes")
     cloudpickle.register_pickle_by_value(here)  # workers cannot import a test
-    executor = RayExecutor(RayConfig(object_store_gb=0.1, start_deadline_s=60, call_deadline_s=20), notes / "logs")
+    executor = RayExecutor(RayConfig(object_store_gb=0.1, start_deadline_s=600, call_deadline_s=300), notes / "logs")
     executor.connect()
     with asyncio.Runner() as runner:
         places = [WorkerPlacement("mortal", rank, 2, threads=1, cores=(0,)) for rank in range(2)]

@@ -96,7 +96,7 @@ def hosting(use: Callable[[WorkerRuntime, Memory], Coroutine[Any, Any, None]]) -
         memory = Memory()
         host = WorkerRuntime(PLACE, None, memory.get, memory.put)
         assert await host.start(Guest) == CallResult(StartInfo(where(), frozenset({"later"})))
-        await asyncio.wait_for(use(host, memory), 20)
+        await asyncio.wait_for(use(host, memory), 200)
 
     asyncio.run(main())
 

@@ -52,7 +52,7 @@ def with_pool(
 
     async def main() -> set[int]:
         async with EnvPool(workers, deadlines=deadlines, **options) as pool:
-            await asyncio.wait_for(use(pool), 30)
+            await asyncio.wait_for(use(pool), 300)
             for episode in list(pool._episodes):
                 await pool.close_episode(episode)
             await settled(pool)

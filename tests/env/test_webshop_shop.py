@@ -313,4 +313,4 @@ def test_in_processes_of_its_own_the_same_seed_is_the_same_episode() -> None:
             await asyncio.gather(*(play(pool, f"{seed}.{number}", seed) for seed in range(20) for number in range(2)))
 
     assert resolve("webshop") is WebShop
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 600))

@@ -196,7 +196,7 @@ class FaultyCluster:
     def settings(self) -> list[str]:
         return [
             *("executor=ray", f"ray.address={self._cluster.address}"),
-            *("ray.start_deadline_s=240", "ray.call_deadline_s=240"),
+            *("ray.start_deadline_s=600", "ray.call_deadline_s=600"),
             "ray.runtime_env={worker_process_setup_hook: worker_gates.install}",
         ]
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.ray
 
 AHEAD = (
     *SMALL,
-    *("executor=ray", "ray.object_store_gb=0.2", "ray.start_deadline_s=120", "ray.call_deadline_s=120"),
+    *("executor=ray", "ray.object_store_gb=0.2", "ray.start_deadline_s=600", "ray.call_deadline_s=600"),
     *("rollout.max_staleness=1", "rollout.filter=none", "fault_tolerance.spare_trainer=false"),
 )
 

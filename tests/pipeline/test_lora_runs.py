@@ -20,7 +20,7 @@ from roll.pipeline.report import SilentReporter
 
 LORA = ("model.lora.rank=4", "model.dtype=fp32", "train.lr=1e-2")
 KL = ("algorithm.kl_coef=0.05", "algorithm.kl_in=reward")
-RAY = ("executor=ray", "ray.object_store_gb=0.2", "ray.start_deadline_s=120", "ray.call_deadline_s=120")
+RAY = ("executor=ray", "ray.object_store_gb=0.2", "ray.start_deadline_s=600", "ray.call_deadline_s=600")
 
 
 def adapters(run: Remains) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from small_runs import ONE, TINY, Remains, start_roll
 
-RAY = ("executor=ray", "ray.start_deadline_s=120", "ray.call_deadline_s=120")
+RAY = ("executor=ray", "ray.start_deadline_s=600", "ray.call_deadline_s=600")
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from roll.workers.train import TrainWorker
 
 pytestmark = pytest.mark.ray
 
-RAY = ("executor=ray", "ray.object_store_gb=0.2", "ray.start_deadline_s=120", "ray.call_deadline_s=120")
+RAY = ("executor=ray", "ray.object_store_gb=0.2", "ray.start_deadline_s=600", "ray.call_deadline_s=600")
 LAYOUTS = {
     "colocated": ("roles.actor_train=0-1", "roles.actor_infer=0-1", "offload=always"),
     "disaggregated": ("roles.actor_train=0", "roles.actor_infer=1", "weight_sync=broadcast"),

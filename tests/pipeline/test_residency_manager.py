@@ -80,7 +80,7 @@ async def started(roles: dict[str, Any], *, offload: bool = True) -> tuple[Resid
 
 
 def go(coroutine: Any) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 20))
+    asyncio.run(asyncio.wait_for(coroutine, 200))
 
 
 def test_all_on_one_device_take_turns_and_make_room_first() -> None:

@@ -259,7 +259,7 @@ def test_what_would_not_fit_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-RAY = ("executor=ray", "ray.object_store_gb=0.2", "ray.start_deadline_s=120", "ray.call_deadline_s=120")
+RAY = ("executor=ray", "ray.object_store_gb=0.2", "ray.start_deadline_s=600", "ray.call_deadline_s=600")
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ GROUP_BY_GROUP = (
     *(*PATIENT, "train.steps=3", "rollout.groups_per_step=3", "train.updates_per_step=3"),
     *("algorithm=raft_pp", f"algorithm.positive_above={ABOVE}"),
 )
-RAY = ("executor=ray", "ray.object_store_gb=0.2", "ray.start_deadline_s=120", "ray.call_deadline_s=120")
+RAY = ("executor=ray", "ray.object_store_gb=0.2", "ray.start_deadline_s=600", "ray.call_deadline_s=600")
 
 
 def sick_if_odd(inputs):  # type: ignore[no-untyped-def]

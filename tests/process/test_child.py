@@ -40,7 +40,7 @@ def with_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[M
     async def run() -> None:
         child = await ManagedProcess.start(command("echo_child"), tmp_path / "log", {"GREETING": "hello"})
         try:
-            await asyncio.wait_for(use(child), 30)
+            await asyncio.wait_for(use(child), 300)
         finally:
             child.kill()
             await child.wait_exit()

@@ -23,7 +23,7 @@ def go(coroutine: Coroutine[Any, Any, None]) -> list[str]:
 
     async def main() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
-        await asyncio.wait_for(coroutine, 20)
+        await asyncio.wait_for(coroutine, 200)
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(main())

@@ -37,7 +37,7 @@ def with_pool(use: Callable[[GraderPool], Awaitable[None]], reward: Any = ACT, *
 
     async def main() -> set[int]:
         async with GraderPool(RewardSpec.of(reward), **options) as pool:
-            await asyncio.wait_for(use(pool), 20)
+            await asyncio.wait_for(use(pool), 200)
             graders = {grader.pid for grader in pool.processes}
         assert not pool.processes
         return graders

@@ -37,7 +37,7 @@ def config(**roles: Any) -> Config:
 
 
 def go(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 60))
+    asyncio.run(asyncio.wait_for(work, 600))
 
 
 def models(scorers: RewardModelClient, *, at_once: int = 4, retry_s: float = 20.0) -> ScorerClients:
