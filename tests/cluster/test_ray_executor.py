@@ -94,7 +94,6 @@ def with_executor(use: Use, config: RayConfig | None = None, logs: Path | None =
     """Whatever happens in `use`, its executor is closed, and nothing of it is left."""
 
     async def main() -> None:
-        free = free_cores()
         executor = RayExecutor(config or RayConfig(start_deadline_s=600, call_deadline_s=300), logs)
         try:
             await asyncio.wait_for(use(executor), 600)
@@ -102,7 +101,7 @@ def with_executor(use: Use, config: RayConfig | None = None, logs: Path | None =
             await executor.close()
         await executor.close()
         assert ray.is_initialized(), "it was there before"
-        assert eventually(lambda: free_cores() == free)
+        assert eventually(lambda: free_cores() == ray.cluster_resources()["CPU"])
 
     asyncio.run(main())
 
