@@ -14,7 +14,6 @@ import os
 import resource
 import sys
 import threading
-from collections import deque
 
 _STACK_BYTES = 8 << 20
 _SPARE_STACKS = 8  # of threads that have ended, and of threads that are no environment's
@@ -26,7 +25,7 @@ class MemoryLimit:
         """`limit_mb`: 0 for no limit. Create this before any thread is started."""
         self._limit_bytes = limit_mb << 20 if sys.platform == "linux" else 0
         self._threads = 0
-        self._ending_threads: deque[threading.Thread] = deque()
+        self._ending_threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         if self._limit_bytes:
             threading.stack_size(_STACK_BYTES)
@@ -58,9 +57,9 @@ class MemoryLimit:
         return _data_bytes() > self._rlimit_bytes - self._limit_bytes // 2
 
     def _apply(self) -> None:
-        while self._ending_threads and not self._ending_threads[0].is_alive():  # a live thread still has its stack
-            self._ending_threads.popleft()
-            self._threads -= 1
+        ending = [thread for thread in self._ending_threads if thread.is_alive()]  # a live thread still has its stack
+        self._threads -= len(self._ending_threads) - len(ending)
+        self._ending_threads = ending
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         limit = self._rlimit_bytes if hard == resource.RLIM_INFINITY else min(self._rlimit_bytes, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
