@@ -84,7 +84,7 @@ async def loss_of(cluster: Cluster[Reducer], pid: int, number: signal.Signals) -
     return caught.value
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_a_rank_killed_in_a_collective_is_named_and_new_ranks_meet(rank: int) -> None:
     async def use(cluster: Cluster[Reducer]) -> None:
         pids = await met(cluster, 60)

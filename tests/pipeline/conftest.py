@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,16 @@ def run_small(tmp_path: Path) -> Callable[..., Remains]:
         return Remains(tmp_path / name)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """An empty working directory: a run whose settings are in no file records all loaded modules of the working
+    directory, and in the repository these are hundreds of tests."""
+    before = Path.cwd()
+    os.chdir(tmp_path_factory.mktemp("elsewhere"))
+    yield
+    os.chdir(before)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,8 @@ from roll.run import ROLLED_BACK, Checkpoint, Checkpoints, Ledger, Metrics, RunF
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = str(EXAMPLES / "tiny.yaml")
-REWARDS = Path(__file__).with_name("odd_rewards.py")
+REWARDS = Path(__file__).parent / "small_rewards" / "odd_rewards.py"
+"""In a folder of its own, because a run records all loaded modules of the folder that its reward is in."""
 SMALL = (
     "threads=1",
     "train.steps=2",

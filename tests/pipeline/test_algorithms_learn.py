@@ -32,6 +32,7 @@ FOLDER = EXAMPLES / "algorithms"
 OF_EPISODES = ("starpo", "gigpo")
 OF_OTHERS_PIECES = ("dapo", "dr_grpo", "reinforce_pp_baseline", "lite_ppo", "starpo")
 """Made of pieces that the others have as well: those are enough for every edit."""
+QUICK_ONES = ("grpo", "ppo", "gigpo")
 BEHIND_DOORS = (
     f"tasks.options={{name: '{HERE / 'doors.py'}:Doors', count: 8, held_out: 4}}",
     "rollout.group_size=8",
@@ -56,7 +57,10 @@ Rewards = Callable[..., list[float]]
 
 
 def each(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=[pytest.mark.slow] * (name in OF_OTHERS_PIECES)) for name in names]
+    def marks(name: str) -> list[pytest.MarkDecorator]:
+        return [pytest.mark.slow] * (name in OF_OTHERS_PIECES) + [pytest.mark.thorough] * (name not in QUICK_ONES)
+
+    return [pytest.param(name, marks=marks(name)) for name in names]
 
 
 @pytest.fixture(scope="module")

@@ -51,6 +51,7 @@ def check(plan: Plan, folder: Path) -> None:
     assert_same_ending(Remains(folder / "run"), undisturbed(plan.steps, folder))
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_without_what_is_killed_or_says_so_and_resumes(tmp_path: Path) -> None:
     """Every victim and every phase once; of the nodes one that holds a worker of every role but the trainer."""
     check(SHORT, tmp_path)

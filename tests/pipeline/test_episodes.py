@@ -15,6 +15,8 @@ from roll.config import UserError, load_config
 from roll.pipeline.entrypoints import play, train
 from roll.run import Metrics, RunFolder, read_samples
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
 TURNS = str(EXAMPLES / "turns.yaml")
 QUICK = (
     *("threads=1", "train.steps=2", "eval.every=0", "eval.samples=4", "run.tensorboard=false"),

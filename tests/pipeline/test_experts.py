@@ -15,6 +15,8 @@ from roll.model.tiny import character_tokenizer
 from roll.pipeline.entrypoints import train
 from roll.pipeline.report import SilentReporter
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
 GAME = {"name": "echo_turns", "turns": 2, "symbols": "0123"}
 COMMON: dict[str, Any] = {
     "model": "tiny",

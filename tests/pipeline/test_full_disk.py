@@ -75,6 +75,7 @@ def assert_one_message(done: subprocess.CompletedProcess[str], words: str, *more
         assert part in done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("limit_bytes", "file"),
     [(9_000, "trace.json"), (6 * MIB, "checkpoints/step-000002")],
@@ -102,7 +103,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(path)], check=True)
 
 
-@pytest.mark.parametrize("filled", [0, 20 * MIB])
+@pytest.mark.parametrize("filled", [0, pytest.param(20 * MIB, marks=pytest.mark.thorough)])
 def test_a_full_disk_leaves_the_last_checkpoint_and_the_run_continues(
     small_disk: Path, undisturbed: Remains, filled: int
 ) -> None:

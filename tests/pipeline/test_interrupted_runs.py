@@ -83,9 +83,9 @@ def test_an_interrupt_while_a_run_starts_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "number"),
     [
-        ("the config", signal.SIGTERM),
-        ("the folder", signal.SIGTERM),
-        ("a worker", signal.SIGHUP),
+        pytest.param("the config", signal.SIGTERM, marks=pytest.mark.thorough),
+        pytest.param("the folder", signal.SIGTERM, marks=pytest.mark.thorough),
+        pytest.param("a worker", signal.SIGHUP, marks=pytest.mark.thorough),
         ("the graders", signal.SIGINT),
     ],
 )
@@ -150,6 +150,7 @@ def test_the_second_interrupt_ends_at_once(tmp_path: Path, second: signal.Signal
     assert not list(path.glob("checkpoints/step-*"))
 
 
+@pytest.mark.thorough
 def test_a_run_that_ignores_hang_ups_keeps_ignoring_them(tmp_path: Path) -> None:
     """As under `nohup`."""
     path = tmp_path / "run"

@@ -18,6 +18,8 @@ from roll.model.tiny import tiny_model
 from roll.pipeline.entrypoints import train
 from roll.pipeline.report import SilentReporter
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
 LORA = ("model.lora.rank=4", "model.dtype=fp32", "train.lr=1e-2")
 KL = ("algorithm.kl_coef=0.05", "algorithm.kl_in=reward")
 RAY = ("executor=ray", "ray.object_store_gb=0.2", "ray.start_deadline_s=600", "ray.call_deadline_s=600")
@@ -113,6 +115,7 @@ def test_supervised_fine_tuning(tmp_path: Path) -> None:
     assert all(".lora_" in name for name in load_file(adapters(Remains(tmp_path / "run")) / "adapter_model.safetensors"))
 
 
+@pytest.mark.thorough
 def test_two_ranks_train_the_same_adapters(
     tmp_path: Path, run_small: Callable[..., Remains], trained: Remains, capfd: pytest.CaptureFixture[str]
 ) -> None:

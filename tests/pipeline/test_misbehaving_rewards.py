@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from odd_rewards import letters, raises, raises_for_some
+from small_rewards.odd_rewards import letters, raises, raises_for_some
 from small_runs import REWARDS, SMALL, TINY, Remains
 
 from roll import Response, RunError, Task

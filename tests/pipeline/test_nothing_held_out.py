@@ -9,6 +9,8 @@ from roll.data.sources import TaskSet
 from roll.data.task import Task
 from roll.pipeline.run_warnings import run_warnings
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
 ASKED = (Task.ask("a", "1+1=", 2),)
 
 

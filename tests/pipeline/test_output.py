@@ -14,6 +14,7 @@ from typing import TextIO
 
 import pytest
 from small_runs import SMALL, TINY, Remains
+from thorough import but
 
 from roll.config import RunError
 from roll.pipeline.output import print_line, tolerant_output
@@ -46,7 +47,7 @@ def broken() -> Iterator[TextIO]:
         yield stream
 
 
-@pytest.mark.parametrize("how", NOWHERE)
+@pytest.mark.parametrize("how", but(["the reader takes one line"], NOWHERE))
 def test_training_continues_when_nobody_reads_its_output(tmp_path: Path, how: str) -> None:
     run = tmp_path / "run"
     status, said = _status(["-m", "roll.cli", "train", TINY, *SMALL, f"run={run}"], NOWHERE[how], tmp_path)
@@ -55,12 +56,14 @@ def test_training_continues_when_nobody_reads_its_output(tmp_path: Path, how: st
     assert Remains(run).lineage()  # nothing was printed into the ledger
 
 
+@pytest.mark.thorough
 def test_training_continues_when_its_log_is_on_a_full_disk(tmp_path: Path) -> None:
     status, said = _status(["-m", "roll.cli", "train", TINY, *SMALL, f"run={tmp_path / 'run'}"], FULL, tmp_path)
     assert (status, said) == (0, "")
     assert Remains(tmp_path / "run").checkpoint.step == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["the reader takes one line", "all streams closed"])
 def test_a_training_script_ends_quietly_too(tmp_path: Path, how: str) -> None:
     script = tmp_path / "script.py"

@@ -14,6 +14,8 @@ from roll import Response, Task
 from roll.config import dump_config
 from roll.pipeline.report import SilentReporter, StepReport
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
 SOURCE = """
 from roll import Task
 

@@ -22,6 +22,8 @@ from roll.pipeline.prepare import check
 from roll.pipeline.report import SilentReporter
 from roll.strategy.train import policy
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
 LAYERS, EXPERTS, CHOSEN = 2, 6, 2
 PLAY: dict[str, Any] = {
     "pipeline": "rlvr",

@@ -175,6 +175,7 @@ def test_a_reward_given_in_python_is_kept_and_used(tmp_path: Path, capfd: pytest
     assert "held-out reward 0.500" in evaluated(run, capfd)[0]
 
 
+@pytest.mark.thorough
 def test_a_reward_of_a_script_is_kept_with_the_modules_beside_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

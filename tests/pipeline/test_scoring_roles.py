@@ -24,6 +24,8 @@ from roll.pipeline.report import SilentReporter
 from roll.pipeline.resume import why_immutable
 from roll.run import Ledger, Metrics, RunFolder
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
 WORDS = {letter: index / 100 for index, letter in enumerate("0123456789abcdefghijklmnopqrstuvwxyz")}
 JUDGE = {"name": "judge", "weight": 0.01, "options": {"rubric": "Grade {response}", "words": WORDS, "max_tokens": 12}}
 

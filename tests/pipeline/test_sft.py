@@ -27,6 +27,8 @@ from roll.run import LedgerIndex
 from roll.scheduler.rollout_result import NOT_FINITE
 from roll.workers.train import TrainWorker
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
 BASE: dict[str, Any] = {
     "pipeline": "sft",
     "model": "tiny",

@@ -121,6 +121,7 @@ def measured(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
     return {key: value for key, value in found.items() if key not in ("model", "step", "seconds")}
 
 
+@pytest.mark.thorough
 def test_ranks_and_one_process_with_an_exported_folder_answer_alike(
     recorded: Remains, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,6 +131,7 @@ def test_ranks_and_one_process_with_an_exported_folder_answer_alike(
     assert measured(capfd, TINY, *EXACT, f"model={out}") == by_ranks
 
 
+@pytest.mark.thorough
 def test_a_run_begins_from_shards_over_ranks_and_in_one_process(
     recorded: Remains, run_small: Callable[..., Remains]
 ) -> None:
@@ -199,6 +201,7 @@ def test_a_model_whose_shards_are_damaged_is_refused_by_name(
     assert "Traceback" not in said
 
 
+@pytest.mark.thorough
 def test_a_rank_that_cannot_write_ends_the_run_with_one_message(tmp_path: Path) -> None:
     """A limit on files that weights on their way to engines stay under, and a rank's shards do not."""
     path, reporter = tmp_path / "run", Steps()
@@ -219,6 +222,7 @@ class Steps(SilentReporter):
         self.last = report.step
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_ended_while_ranks_write_has_a_whole_checkpoint_or_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
 from classifiers import save_liking
 from small_runs import ONE, RANKS, SMALL, TINY, Child, Remains, start_roll
 
@@ -45,6 +46,7 @@ def test_a_run_survives_a_killed_rank_and_one_that_is_killed_while_the_group_res
     assert Remains(hurt).shards() == over_ranks.shards()
 
 
+@pytest.mark.thorough
 def test_a_reward_model_over_ranks_is_restarted_and_goes_on_grading(tmp_path: Path) -> None:
     liking, run = save_liking(tmp_path / "liking", "7"), tmp_path / "run"
     roles = f"roles.reward_model={{model: {liking}, strategy: sharded, replicas: 2}}"

@@ -52,6 +52,7 @@ def test_two_ranks_learn_what_one_process_learns(over_ranks: Remains, run_small:
     assert {state for state, *_ in over_ranks.lineage().values()} >= {"trained"}
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_on_as_many_ranks_ends_in_the_same_bits(over_ranks: Remains, tmp_path: Path) -> None:
     begun = Remains(tmp_path / "begun")
     train(load_config(TINY, [*ONE, RANKS, "train.steps=4", f"run={begun.path}"]), reporter=SilentReporter())
@@ -83,6 +84,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("overrides", OTHERS)
 def test_other_roles_and_settings_train_and_go_on(run_small: Callable[..., Remains], overrides: tuple[str, ...]) -> None:
     exact = (*SMALL, "deterministic=true", "model.dtype=fp32", "run.checkpoint_every=1", *overrides)

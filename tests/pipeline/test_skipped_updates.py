@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-import odd_rewards
 import pytest
-from small_runs import Remains
+from small_runs import REWARDS, Remains
 from torch import Tensor
 
 from roll.run import LedgerIndex
@@ -66,7 +65,7 @@ def test_while_only_the_critic_learns_its_update_counts_and_then_the_policys(
 ) -> None:
     """All of the critic's updates are skipped; the policy's second step is its first."""
     monkeypatch.setattr("roll.strategy.train.critic.value_loss", too_large)
-    ppo = ("algorithm=ppo", "algorithm.critic_warmup_steps=1", f"reward={odd_rewards.__file__}:letters")
+    ppo = ("algorithm=ppo", "algorithm.critic_warmup_steps=1", f"reward={REWARDS}:letters")
     run = run_small(*PATIENT, *ppo, "train.steps=2")
     rows = [row for row in run.metrics() if "train/updates" in row]
     assert [(row["train/updates"], row["train/skipped"], row["train/critic_skipped"]) for row in rows] == [

@@ -99,6 +99,7 @@ def planned(mesh: MeshShape, checkpointing: str) -> int:
     return found.bytes - found.part(MASTERS) - found.part(MOMENTS["adamw"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("checkpointing", ["off", "on"])
 def test_memory_falls_with_context_as_planned(checkpointing: str) -> None:
     measured, plans = {}, {}

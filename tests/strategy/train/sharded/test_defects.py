@@ -39,6 +39,7 @@ def test_every_defect_is_tried() -> None:
     assert {*NOTICED_BY, "no_idle_passes", "one_leaves"} == set(DEFECTS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("defect", NOTICED_BY)
 def test_a_defect_is_noticed(own_ranks: Ranks, defect: str) -> None:
     check(own_ranks, job())
@@ -60,6 +61,7 @@ def failures(ranks: Ranks, work: Job) -> list[str]:
     return said
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("defect", "noticed"),
     [("no_idle_passes", "died|Timed out|Connection"), ("one_leaves", "Timed out")],

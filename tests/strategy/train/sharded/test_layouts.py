@@ -50,6 +50,7 @@ from tests.strategy.train.sharded.trainers import (
     whole,
     with_routes,
 )
+from tests.thorough import but
 
 LAYOUTS = {
     "tensor 2, shard 2": (MeshShape(shard=2, tensor=2), ("qwen3", "tied", "qwen3_moe")),
@@ -72,7 +73,7 @@ SEQUENCES = LossSpec("clipped", {**CLIPPED, "ratio": "sequence"}, kl_coef=0.1, e
 Layout = tuple[Ranks, tuple[str, ...]]
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=but(["expert 2, tensor 2"], LAYOUTS))
 def layout(request: pytest.FixtureRequest) -> Iterator[Layout]:
     shape, kinds = LAYOUTS[request.param]
     with ranks_of(shape) as made:
