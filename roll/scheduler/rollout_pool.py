@@ -189,8 +189,9 @@ class RolloutPool:
             call.cancel()
             # waits: a cancelled call ends in bounded time
             await asyncio.wait({call})
-            with suppress(RemoteError):  # a dead worker has nothing to release
-                await self._workers.call_rank(worker, RolloutWorker.release, [message.key])
+            if not call.cancelled() and call.exception() is None:  # it had ended, and the worker keeps its tokens
+                with suppress(RemoteError):
+                    await self._workers.call_rank(worker, RolloutWorker.release, [message.key])
             raise
         except (WorkerDied, CallTimedOut) as error:
             if error.worker != self._workers.placements[worker].name:
