@@ -29,7 +29,7 @@ quickstart: install
 # Property tests draw a fifth of their examples, and tests marked `thorough` are left out; with ROLL_TESTS=all, as .ci/run
 # sets it, all run.
 test: install
-	bash -c "TIMEFORMAT='tests: %R s, of which %U s user and %S s system on all cores'; time $(BIN)/python -m pytest -n 3 --dist loadgroup -m 'not slow and not lint'"
+	bash -c "TIMEFORMAT='tests: %R s, of which %U s user and %S s system on all cores'; time $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder -m 'not slow and not lint'"
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow

@@ -67,12 +67,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     `thorough` are left out unless all tests run.
 
     Side by side run files, but those that start Ray one after the other, because several at once on two cores time out;
-    those that share one Ray come first. All of them come before the others, because they are the longest row.
+    those that share one Ray come first. What takes longest starts first: tests on Ray, of ranks, and of whole runs.
     """
     if not ALL and (thorough := [item for item in items if item.get_closest_marker("thorough") is not None]):
         config.hook.pytest_deselected(items=thorough)
         items[:] = [item for item in items if item.get_closest_marker("thorough") is None]
-    items.sort(key=lambda item: (not item.get_closest_marker("ray"), "own_cluster" in getattr(item, "fixturenames", ())))
+    items.sort(key=_order)
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             item.add_marker(pytest.mark.xdist_group("ray" if item.get_closest_marker("ray") else str(item.path)))
@@ -81,6 +81,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         import torch
 
         _skip(items, "gpu", "needs a CUDA device", torch.cuda.is_available())
+
+
+def _order(item: pytest.Item) -> tuple[bool, ...]:
+    ray, own = item.get_closest_marker("ray") is not None, "own_cluster" in getattr(item, "fixturenames", ())
+    return not ray, own, "sharded" not in item.path.parts, "pipeline" not in item.path.parts
 
 
 def _skip(items: list[pytest.Item], mark: str, reason: str, there: bool) -> None:
