@@ -109,7 +109,7 @@ class Layout:
             return [f"actor_infer[{rank}].{method}" for rank in engines for method in by], False
         if cell.role in (own := {"reward": "score", "env": "step"}):
             return [f"{self.victim(cell.role)}.{own[cell.role]}"], False
-        return [f"actor_infer[{rank}].submit" for rank in engines], False
+        return [f"actor_infer[{rank}].generate" for rank in engines], False
 
 
 SPREAD = Layout({role: [0, 2] for role in ("actor_infer", "rollout", "reward", "env")} | {"actor_train": [1]})
@@ -372,7 +372,7 @@ class FaultyRun:
     def _let_rest(self) -> None:
         """The first engine takes nothing in, until the next cell: steps are not used up while workers are started."""
         assert self._cluster is not None
-        self._rest = self._cluster.gates.close_at(["actor_infer[0].submit"])
+        self._rest = self._cluster.gates.close_at(["actor_infer[0].generate"])
         self._wait(lambda: self._rest is not None and self._rest.reached_s, "the next step begins")
 
     def _wait(self, what: Callable[[], object], saying: str) -> None:

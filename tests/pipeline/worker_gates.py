@@ -49,7 +49,7 @@ class Gates:
         self._numbers = itertools.count()
 
     def close_at(self, calls: Sequence[str], after: bool = False, holds: bool = True) -> Gate:
-        """A gate before calls such as `actor_infer[1].submit`, or `after` they have done their work. One that does not
+        """A gate before calls such as `actor_infer[1].generate`, or `after` they have done their work. One that does not
         hold lets them pass, and tells when the first did."""
         gate = Gate(self._folder / f"{next(self._numbers):04d}")
         draft = gate.path.with_suffix(".draft")
@@ -64,10 +64,10 @@ def install() -> None:
 
     folder, call = Path(os.environ[FOLDER]), WorkerRuntime.call
 
-    async def gated(self: WorkerRuntime, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    async def gated(self: WorkerRuntime, method: str, args: Sequence[Any], kwargs: dict[str, Any], *report: Any) -> Any:
         closed = _closed(folder, f"{self._placement.name}.{method}")
         await _pass([gate for gate, after in closed if not after])
-        answer = await call(self, method, args, kwargs)
+        answer = await call(self, method, args, kwargs, *report)
         await _pass([gate for gate, after in closed if after])
         return answer
 
