@@ -217,7 +217,7 @@ def make_training(path: Path, staleness: int) -> Training:
 
     def make_world() -> SimCluster:
         return SimCluster(
-            WORK, workers=2, tries=config.max_attempts, max_scoring=16, way_s=0.002, report_s=60.0
+            WORK, workers=2, tries=config.max_attempts, max_scoring=16, way_s=0.002, report_s=60.0, poll_s=120.0
         )
 
     return Training(path, tasks, config, make_order, make_world)
