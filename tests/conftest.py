@@ -66,8 +66,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Tests marked `gpu` are skipped where there is none, those marked `vllm` where it is not installed; those marked
     `thorough` are left out unless all tests run.
 
-    Side by side run files, but those that start Ray one after the other, because several at once on two cores time out;
-    those that share one Ray come first. What takes longest starts first: tests on Ray, of ranks, and of whole runs.
+    Side by side run files. One after the other run those that start Ray, and those of ranks: each of them has several
+    processes that wait for each other. What takes longest starts first: tests on Ray, those that share one before the
+    others; tests of ranks; and of whole runs.
     """
     if not ALL and (thorough := [item for item in items if item.get_closest_marker("thorough") is not None]):
         config.hook.pytest_deselected(items=thorough)
@@ -75,12 +76,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=_order)
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
-            item.add_marker(pytest.mark.xdist_group("ray" if item.get_closest_marker("ray") else str(item.path)))
+            item.add_marker(pytest.mark.xdist_group(_row(item)))
     _skip(items, "vllm", "needs vLLM (make test-vllm)", importlib.util.find_spec("vllm") is not None)
     if any(item.get_closest_marker("gpu") is not None for item in items):
         import torch
 
         _skip(items, "gpu", "needs a CUDA device", torch.cuda.is_available())
+
+
+def _row(item: pytest.Item) -> str:
+    """What runs one after the other."""
+    if item.get_closest_marker("ray"):
+        return "ray"
+    return "ranks" if "sharded" in item.path.parts else str(item.path)
 
 
 def _order(item: pytest.Item) -> tuple[bool, ...]:
