@@ -156,19 +156,19 @@ async def lost(pending: Coroutine[Any, Any, Any]) -> str:
 
 def test_a_ping_is_answered_while_a_method_blocks_the_worker(roles: Roles) -> None:
     async def use() -> None:
-        blocked = asyncio.create_task(roles.mortals.call_rank(0, Mortal.block, 3))
+        blocked = asyncio.create_task(roles.mortals.call_rank(0, Mortal.block, 10))
         await asyncio.sleep(0.2)
-        for _ in range(20):
-            await roles.mortals.ping(0, 1)
+        for _ in range(5):
+            await roles.mortals.ping(0, 8)
         assert not blocked.done()
         behind = asyncio.create_task(roles.mortals.call_rank(0, Mortal.pid))
         await asyncio.sleep(0.2)
         assert not behind.done(), "the method does block it"
         assert await blocked == "awake"
         await behind
-        busy = asyncio.create_task(roles.mortals.call_rank(0, Mortal.spin, 1.5))
+        busy = asyncio.create_task(roles.mortals.call_rank(0, Mortal.spin, 6))
         await asyncio.sleep(0.2)
-        await roles.mortals.ping(0, 1)
+        await roles.mortals.ping(0, 5)
         assert not busy.done()
         await busy
 

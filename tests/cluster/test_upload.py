@@ -86,6 +86,7 @@ def test_a_folder_that_is_a_run_itself_is_sent(tmp_path: Path) -> None:
     assert "code.py" in sent(tmp_path, excluded(tmp_path))
 
 
+@pytest.mark.thorough
 @pytest.mark.ray
 def test_an_exported_model_in_the_folder_does_not_stop_a_run_on_a_cluster(
     own_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
