@@ -139,7 +139,7 @@ ACTIONS: dict[str, Callable[..., Any]] = {
     "os._exit": lambda world, status: os._exit(status),
     "segfault": lambda world: ctypes.string_at(0),
     "kill itself": lambda world: os.kill(os.getpid(), signal.SIGKILL),
-    "close connection": lambda world: os.closerange(3, 64),
+    "close connection": lambda world: os.closerange(3, 65536),
     "write garbage": World.write_garbage,
     "shout": World.shout,
     "leave child": World.leave_child,

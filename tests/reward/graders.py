@@ -139,5 +139,5 @@ ACTIONS: dict[str, Any] = {
     "raise if loaded": _raise_if_loaded,
     "nan": lambda: float("nan"),
     "write garbage": _write_garbage,
-    "close connection": lambda: os.closerange(3, 64),
+    "close connection": lambda: os.closerange(3, 65536),
 }
