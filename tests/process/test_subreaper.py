@@ -30,7 +30,7 @@ subprocess.Popen({arguments!r}, start_new_session=True)
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
-        os.closerange(0, 256)
+        os.closerange(0, 65536)
         os.execve({sys.executable!r}, {arguments!r}, {{}})
     os._exit(0)
 os.wait()
