@@ -36,9 +36,9 @@ needs_account = pytest.mark.skipif(
 
 
 def within(room: int) -> None:
-    """From now on this process may allocate so many bytes more; pages of files that are only read do not count. The
-    allocator returns the memory of every freed tensor: otherwise small objects keep the heap large. It is told here, not
-    by its environment variable, which a process forked off an older one does not read."""
+    """Limits what this process may allocate from now on to `room` bytes; pages of files that are only read do not count.
+    The allocator is set to return the memory of every freed tensor, because small objects would keep the heap large. It
+    is set by a call, because a process forked off an older one does not read the environment variable."""
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
     status = Path("/proc/self/status").read_text()
     used = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData"))

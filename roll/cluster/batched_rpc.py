@@ -5,9 +5,9 @@ while a batch is in flight wait for the next batch (`batched_channel.py`). A cal
 come in order, before its result.
 
 Invariants: every call ends in its own result, or in the error that ended the worker; calls start on the worker in the
-order they were made, and calls made after a cancellation start after it; a cancelled call that was not sent yet never is,
-and any other has ended on the worker when its caller goes on, if the worker answers within `_CANCEL_S`; a batch in flight
-delays other calls by not much more than the deadline.
+order they were made, and calls made after a cancellation start after it; a cancelled call that was not sent yet is never
+sent; any other has ended on the worker when its caller continues, unless the worker needs more than `_CANCEL_S`; a batch
+in flight delays other calls by not much more than the deadline.
 """
 
 from __future__ import annotations

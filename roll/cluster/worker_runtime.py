@@ -150,7 +150,9 @@ class WorkerRuntime:
 
     def _error_result(self, error: Exception, method: str) -> CallResult | CallFailure:
         """The exception itself, with a note on its origin, if it can be pickled; else its description."""
-        error.add_note(f"in {self._placement.name}.{method} ({where()})")
+        origin = f"in {self._placement.name}.{method} ({where()})"
+        if origin not in getattr(error, "__notes__", ()):  # one error may end many calls
+            error.add_note(origin)
         try:
             cloudpickle.loads(cloudpickle.dumps(error))
         except Exception:

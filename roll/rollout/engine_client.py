@@ -132,7 +132,7 @@ class EngineClient:
 
     @staticmethod
     def _ends(pending: _PendingRequest, watch: Watch) -> bool:
-        """Whether the watch ends the request, or fails, which the caller is told when the request has ended."""
+        """Whether to end the request: the watch says so, or it raised, and `generate` raises its error after the end."""
         try:
             return watch(pending.partial)
         except Exception as error:
@@ -157,7 +157,7 @@ class EngineClient:
             task.add_done_callback(self._aborts.discard)
 
     async def _abort(self, engine: int, keys: Sequence[str]) -> None:
-        with suppress(RemoteError):  # the engine died, which its requests are told
+        with suppress(RemoteError):  # the engine died: its requests raise the error
             await self._engines.call_rank(engine, InferWorker.abort, keys)
 
 

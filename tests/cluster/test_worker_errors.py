@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from roll.cluster import Dispatch, Worker, WorkerPlacement, dispatch
 from roll.cluster.errors import CallFailure, CallTimedOut, WorkerDied, WorkerError
+from roll.cluster.worker_runtime import CallResult, WorkerRuntime
 from roll.config.errors import RunError
 
 
@@ -120,3 +124,27 @@ def test_a_workers_error_travels_through_another_worker(error: RunError) -> None
     error.add_note("in rollout[0].report")
     arrived = pickle.loads(pickle.dumps(error))
     assert (type(arrived), str(arrived), vars(arrived)) == (type(error), str(error), vars(error))
+
+
+def test_an_error_that_ends_many_calls_names_its_origin_once() -> None:
+    class Broken(Worker):
+        error = RunError("the engine failed")
+
+        @dispatch(Dispatch.ONE)
+        def answer(self) -> None:
+            raise self.error
+
+    async def main() -> list[CallResult | CallFailure]:
+        async def nothing(refs: Any) -> Any:
+            return []
+
+        runtime = WorkerRuntime(WorkerPlacement("broken"), None, nothing, None)
+        await runtime.start(Broken)
+        return [await runtime.call("answer", (), {}) for _ in range(3)]
+
+    results = asyncio.run(main())
+    for result in results:
+        assert isinstance(result, CallResult)
+        assert result.error is not None
+        (note,) = result.error.__notes__
+        assert note.startswith("in broken[0].answer (process ")
