@@ -101,9 +101,10 @@ class World(Environment):
         time.sleep(60)
 
     def write_garbage(self, *garbage: int) -> str:
-        for fd in range(3, 64):
-            with contextlib.suppress(OSError):
-                os.write(fd, bytes(garbage))
+        for fd in map(int, os.listdir("/dev/fd")):
+            if fd > 2:
+                with contextlib.suppress(OSError):
+                    os.write(fd, bytes(garbage))
         time.sleep(60)
         return "wrote"
 
