@@ -62,7 +62,7 @@ types: install
 check: lint types test
 
 docs: install
-	$(BIN)/python -m roll.config.reference > docs/config.md
+	$(BIN)/python -m roll.config.reference > docs/reference/config.md
 	$(BIN)/python -m roll.scheduler.render_lifecycle > docs/images/lifecycle.svg
 
 clean:

@@ -20,6 +20,9 @@ for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.
 # Models are tiny here and tests run side by side: threads that wait for each other's cores would be most of the work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Ray starts its workers with niceness 15: beside busy processes of other tests they get next to no time.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 
 if importlib.util.find_spec("hypothesis") is not None:  # a machine for GPU tests may lack it
     from hypothesis import settings

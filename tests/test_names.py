@@ -26,7 +26,7 @@ def test_no_public_class_name_exists_twice() -> None:
     assert {name: files for name, files in found.items() if len(files) > 1} == {}
 
 
-@pytest.mark.parametrize("page", ["glossary.md", "paper.md", "architecture.md"])
+@pytest.mark.parametrize("page", ["explanation/glossary.md", "explanation/paper.md", "explanation/architecture.md"])
 def test_the_pages_about_the_code_name_files_that_exist(page: str) -> None:
     named = re.findall(r"`(roll/[\w/]+(?:\.py)?/?)`", (DOCS / page).read_text(encoding="utf-8"))
     assert named

@@ -55,7 +55,7 @@ class AlgorithmConfig(Section):
     name: str = "grpo"
     """`grpo`, `ppo`, `dapo`, `dr_grpo`, `reinforce_pp`, `reinforce_pp_baseline`, `rloo`, `remax`, `gspo`, `cispo`,
     `topr`, `raft_pp`, `lite_ppo`, `sapo`, `starpo`, `gigpo`, or a class: `module:name` or `file.py:name`. It sets the
-    defaults of all below (`docs/algorithms.md`)."""
+    defaults of all below (`docs/guides/algorithms.md`)."""
 
     reward_clip: tuple[Bound, Bound] | None = None
     """Rewards are clipped to this range first; the rewards of an episode's turns are scaled with them."""

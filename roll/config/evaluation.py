@@ -71,7 +71,7 @@ class EvalSetConfig(SourceConfig):
 
 
 class EvalConfig(Section):
-    """How held-out tasks are evaluated (`docs/evaluation.md`)."""
+    """How held-out tasks are evaluated (`docs/guides/evaluation.md`)."""
 
     every: Whole = 10
     """Steps between evaluations, 0 for only before and after."""

@@ -34,7 +34,7 @@ class RewardRule(Section):
     short: ClassVar[str | None] = "name"
 
     name: str = "number"
-    """A built-in reward such as `number` (the last number is right) or `math` (math-verify), see docs/rewards.md, or a
+    """A built-in reward such as `number` (the last number is right) or `math` (math-verify), see docs/guides/rewards.md, or a
     function or class: `module:name` or `file.py:name`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the reward."""

@@ -1,6 +1,6 @@
 """Every setting of a run, its default and a line on what it does.
 
-`docs/config.md` is generated from these models. A section with a `short` field may be written as that field alone:
+`docs/reference/config.md` is generated from these models. A section with a `short` field may be written as that field alone:
 `model: smollm2-135m` means `model: {path: smollm2-135m}`.
 """
 
@@ -83,7 +83,7 @@ class TasksConfig(SourceConfig):
 
     source: str = "addition"
     """`addition`, `echo`, `environment`, `reasoning_gym:family`, a `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` file,
-    `hf:dataset`, or a function: `module:name` or `file.py:name` (`docs/tasks.md`)."""
+    `hf:dataset`, or a function: `module:name` or `file.py:name` (`docs/guides/tasks.md`)."""
     domain_weights: dict[str, Positive] = Field(default_factory=dict)
     """Share of each domain among the groups, by name; empty: every task equally often."""
     sampler: Literal["epochs", "solve_rate"] = "epochs"
@@ -169,7 +169,7 @@ class TrainConfig(Section):
 
 
 class KeepConfig(Section):
-    """What a run keeps of what it writes; the rest is deleted as it goes (`docs/runs.md`)."""
+    """What a run keeps of what it writes; the rest is deleted as it goes (`docs/guides/runs.md`)."""
 
     checkpoints: Count = 2
     """Newest checkpoints kept."""
@@ -202,7 +202,7 @@ class RunConfig(Section):
     """Write TensorBoard events."""
     trackers: tuple[str, ...] = ()
     """More trackers, which get the metrics of every step: classes of yours, `module:Class` or `file.py:Class`, or names
-    that installed packages offer (docs/extending.md)."""
+    that installed packages offer (docs/guides/extending.md)."""
     save_samples: bool = True
     """Write every sample's text, tokens and rewards."""
     trace: bool = True
@@ -241,7 +241,7 @@ class Settings(Section):
     pipeline: str = "rlvr"
     """`rlvr`: reinforcement learning from verifiable rewards. `sft`: supervised fine-tuning on conversations. Or a class
     of yours, `module:Class` or `file.py:Class`, or the name of one that an installed package offers
-    (docs/extending.md)."""
+    (docs/guides/extending.md)."""
     model: ModelConfig = ModelConfig()
     seed: Seed = 0
     """Fixes the order of tasks, the noise of sampling and fresh weights."""
@@ -260,7 +260,7 @@ class Settings(Section):
     tasks: TasksConfig = TasksConfig()
     domains: dict[str, DomainConfig] = Field(default_factory=dict)
     """Kinds of tasks by name, in place of `tasks` and `reward`: each with its own tasks, weight, reward, limits and
-    filter (`docs/domains.md`)."""
+    filter (`docs/guides/domains.md`)."""
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
     env: EnvConfig = EnvConfig()

@@ -49,7 +49,7 @@ class RoleConfig(Section):
     strategy: str = "auto"
     """How the role computes: `single` trains on one device, `sharded` on several together; `native` is the embedded
     engine, `vllm` is vLLM; or a class, `module:Class` or `file.py:Class`, or the name of one that an installed package
-    offers (docs/extending.md). `auto` shards a trainer for which several GPUs are written."""
+    offers (docs/guides/extending.md). `auto` shards a trainer for which several GPUs are written."""
     parallel: ParallelConfig = ParallelConfig()
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """More arguments of a vLLM engine, by vLLM's names, such as `{quantization: fp8}`."""

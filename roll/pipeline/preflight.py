@@ -188,7 +188,7 @@ def _check_formats(config: Config) -> None:
         if format is not None and judging and judging <= BUILTINS.keys() - {*format.rewards, *EXTERNAL_REWARDS}:
             raise UserError(
                 f"{within}.options.format is {name!r}, but {setting} is {rule.label!r}, which cannot judge its "
-                f"tasks: write {setting}: {format.rewards[0]} (docs/tasks.md)"
+                f"tasks: write {setting}: {format.rewards[0]} (docs/guides/tasks.md)"
             )
 
 

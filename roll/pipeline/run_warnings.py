@@ -28,14 +28,14 @@ def _left_out(tasks: TaskSet) -> Iterator[str]:
 def _skipped(tasks: TaskSet) -> Iterator[str]:
     if tasks.skipped:
         yield (
-            f"{len(tasks.skipped)} rows are left out, as the option skip or the format says (docs/tasks.md): "
+            f"{len(tasks.skipped)} rows are left out, as the option skip or the format says (docs/guides/tasks.md): "
             f"{_listed(tasks.skipped)}"
         )
 
 
 def _nothing_held_out(tasks: TaskSet) -> Iterator[str]:
     if not tasks.held_out:
-        yield "no tasks are held out, so nothing is evaluated: see held_out in docs/tasks.md"
+        yield "no tasks are held out, so nothing is evaluated: see held_out in docs/guides/tasks.md"
 
 
 def _answers_unread(config: Config, tasks: TaskSet, rules: Mapping[str, RewardRule]) -> Iterator[str]:
@@ -45,7 +45,7 @@ def _answers_unread(config: Config, tasks: TaskSet, rules: Mapping[str, RewardRu
         if judging <= SHAPE_REWARDS and any(task.answer is not None and task.environment is None for task in judged):
             yield (
                 f"{setting}: nothing in it looks at the answers of the tasks, only at the shape of a text "
-                f"({', '.join(sorted(judging))}): give a part such as number, math or exact a weight (docs/rewards.md)"
+                f"({', '.join(sorted(judging))}): give a part such as number, math or exact a weight (docs/guides/rewards.md)"
             )
 
 

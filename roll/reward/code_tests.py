@@ -1,6 +1,6 @@
 """Reads a task's tests: what a program has to do to be right.
 
-A task carries tests in its `info`, in one of these forms (docs/sandbox.md):
+A task carries tests in its `info`, in one of these forms (docs/guides/sandbox.md):
 
     tests: [{stdin: "2 3\\n", stdout: "5\\n"}, {call: add, args: [2, 3], result: 5}, {assert: "assert add(2, 3) == 5"}]
     test_list: ["assert add(2, 3) == 5"], test_setup_code: ""          as in MBPP, or test_imports: ["import math"]

@@ -1,6 +1,6 @@
 """The life cycle of a sample: its states, the transitions between them, and the ledger that records every transition.
 
-`MOVES` lists all allowed transitions; the diagram in `docs/scheduling.md` is rendered from it.
+`MOVES` lists all allowed transitions; the diagram in `docs/guides/scheduling.md` is rendered from it.
 
 Invariants: a transition that is not in the table is a bug and raises; the ledger has every transition with its reason.
 """

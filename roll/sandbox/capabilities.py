@@ -47,7 +47,7 @@ def best(weakest: Level = "plain", memory_counted: bool = False) -> Sandbox:
     if memory_counted and sandbox.cgroups is None:
         raise SandboxError(
             f"the kernel does not count the memory of programs on this machine ({sandbox.uncounted}), but "
-            f"the setting is memory_counted=true: docs/sandbox.md says what it takes, or set memory_counted=false"
+            f"the setting is memory_counted=true: docs/guides/sandbox.md says what it takes, or set memory_counted=false"
         )
     return sandbox
 

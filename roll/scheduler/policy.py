@@ -31,7 +31,7 @@ POLL_S = 2.0
 class SampleView:
     id: str
     state: str
-    """As in docs/scheduling.md, *The life of a sample*."""
+    """As in docs/guides/scheduling.md, *The life of a sample*."""
     entered_s: float
     """When it entered its state, in seconds since the epoch."""
     tries: int

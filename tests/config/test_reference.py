@@ -11,7 +11,7 @@ from roll.config import Config, changed_keys, load_config, schema_tree
 from roll.config.reference import render_reference
 from roll.config.yaml_document import parse
 
-PAGE = Path(__file__).parents[2] / "docs" / "config.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "config.md"
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def page() -> str:
 
 
 def test_docs_are_current(page: str) -> None:
-    assert PAGE.read_text(encoding="utf-8") == page, "write it anew: python -m roll.config.reference > docs/config.md"
+    assert PAGE.read_text(encoding="utf-8") == page, "write it anew: python -m roll.config.reference > docs/reference/config.md"
 
 
 @pytest.mark.parametrize("path", list(schema_tree.known_paths()), ids=schema_tree.dotted)

@@ -1,4 +1,4 @@
-"""What docs/tasks.md and docs/domains.md show can be pasted."""
+"""What docs/guides/tasks.md and docs/guides/domains.md show can be pasted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from roll.reward import RewardSpec
 
 ROOT = Path(__file__).parents[2]
 REAL = ROOT.parent / "shared" / "data"
-TASKS, DOMAINS = ((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in ("tasks", "domains"))
+TASKS, DOMAINS = ((ROOT / "docs" / "guides" / f"{page}.md").read_text(encoding="utf-8") for page in ("tasks", "domains"))
 
 
 def blocks(page: str, language: str) -> list[str]:

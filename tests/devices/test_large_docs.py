@@ -1,4 +1,4 @@
-"""The config of docs/large.md is accepted, and its ranks hold what the page says."""
+"""The config of docs/guides/large.md is accepted, and its ranks hold what the page says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from roll.devices.run_requirements import rlvr_requirements
 from roll.model.tiny import character_tokenizer
 from tests.devices.test_sharded_memory import EXPERTS_235B
 
-PAGE = (Path(__file__).parents[2] / "docs" / "large.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "large.md").read_text(encoding="utf-8")
 (CONFIG,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 SHAPE = deepcopy(EXPERTS_235B)
 SHAPE.max_position_embeddings, SHAPE.architectures = 40960, ["Qwen3MoeForCausalLM"]

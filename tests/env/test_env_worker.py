@@ -28,7 +28,7 @@ from roll.env.resolve import BUILT_IN
 from roll.pipeline.prepare import prepare
 from roll.workers.env import EnvWorker
 
-PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "environments.md").read_text()
 WORLDS = str(Path(__file__).with_name("worlds.py"))
 
 
@@ -140,7 +140,7 @@ def test_the_page_says_the_options_as_they_are() -> None:
 
 
 def test_every_built_in_is_on_some_page() -> None:
-    pages = "".join(page.read_text() for page in (Path(__file__).parents[2] / "docs").glob("*.md"))
+    pages = "".join(page.read_text() for page in (Path(__file__).parents[2] / "docs").rglob("*.md"))
     assert [name for name in BUILT_IN if f"`{name}`" not in pages] == []
 
 

@@ -297,7 +297,7 @@ def test_the_episode_in_the_docs_is_the_one_that_is_played() -> None:
     said = [parse_reset(world.reset(3)).messages[0]["content"]]
     while (action := world.expert()) is not None:
         said += [f"> {action}", str(world.step(action).observation)]
-    page = Path(__file__).parents[2] / "docs" / "webshop.md"
+    page = Path(__file__).parents[2] / "docs" / "guides" / "webshop.md"
     assert "```text\n" + "\n\n".join(said) + "\n```" in page.read_text(encoding="utf-8")
 
 

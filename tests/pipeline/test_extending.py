@@ -1,4 +1,4 @@
-"""Parts from outside the package: the examples of docs/extending.md run as files and as an installed package."""
+"""Parts from outside the package: the examples of docs/guides/extending.md run as files and as an installed package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from roll.config import UserError, load_config
 from roll.pipeline.preflight import find
 from roll.run import Metrics
 
-PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "extending.md"
 
 pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="not a source tree")
 

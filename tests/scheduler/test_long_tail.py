@@ -283,7 +283,7 @@ def test_a_users_sampler_wraps_the_base(tmp_path: Path) -> None:
     order.restore(order.state())
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "scheduling.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "scheduling.md"
 
 
 @pytest.mark.skipif(not PAGE.is_file(), reason="not a source tree")

@@ -23,7 +23,7 @@ from roll.scheduler.scheduler import RolloutScheduler
 from roll.scheduler.task_sampler import EpochSampler
 
 TASKS = tasks(9)
-DOCS = Path(__file__).parents[2] / "docs" / "scheduling.md"
+DOCS = Path(__file__).parents[2] / "docs" / "guides" / "scheduling.md"
 
 
 @pytest.fixture(autouse=True)
