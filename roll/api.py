@@ -75,7 +75,8 @@ def train(
     step.
 
     `settings`: sections of the configuration as dicts, and other settings: `train={"steps": 50, "lr": 1e-6}`,
-    `rollout={"group_size": 8}`, `algorithm="dapo"`, `run="runs/mine"`, `seed=1`. All of them are in docs/reference/config.md.
+    `rollout={"group_size": 8}`, `algorithm="dapo"`, `run="runs/mine"`, `seed=1`: docs/reference/config.md
+    has all of them.
 
     Ctrl-C ends the step, saves and returns the summary, with `stopped` true; a second one raises KeyboardInterrupt.
     In a notebook, or wherever else an event loop is running, the run gets a thread of its own, and the call waits for it.

@@ -59,7 +59,7 @@ app = typer.Typer(
 _console = Console()
 _errors = Console(stderr=True)
 
-ConfigFile = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, see docs/reference/config.md and examples/.")]
+ConfigFile = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file: docs/reference/config.md, examples/.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace those of the file: train.lr=1e-6 seed=1"),

@@ -1,4 +1,4 @@
-"""The reference page of every setting, made from the schema: `python -m roll.config.reference > docs/reference/config.md`."""
+"""The page of every setting, made from the schema: `python -m roll.config.reference > docs/reference/config.md`."""
 
 from __future__ import annotations
 

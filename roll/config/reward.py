@@ -34,8 +34,8 @@ class RewardRule(Section):
     short: ClassVar[str | None] = "name"
 
     name: str = "number"
-    """A built-in reward such as `number` (the last number is right) or `math` (math-verify), see docs/guides/rewards.md, or a
-    function or class: `module:name` or `file.py:name`."""
+    """A built-in reward such as `number` (the last number is right) or `math` (math-verify), see docs/guides/rewards.md,
+    or a function or class: `module:name` or `file.py:name`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the reward."""
     parts: dict[str, RewardPart] = Field(default_factory=dict)

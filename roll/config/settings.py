@@ -1,7 +1,7 @@
 """Every setting of a run, its default and a line on what it does.
 
-`docs/reference/config.md` is generated from these models. A section with a `short` field may be written as that field alone:
-`model: smollm2-135m` means `model: {path: smollm2-135m}`.
+`docs/reference/config.md` is generated from these models. A section with a `short` field may be written as that field
+alone: `model: smollm2-135m` means `model: {path: smollm2-135m}`.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ def _answers_unread(config: Config, tasks: TaskSet, rules: Mapping[str, RewardRu
         if judging <= SHAPE_REWARDS and any(task.answer is not None and task.environment is None for task in judged):
             yield (
                 f"{setting}: nothing in it looks at the answers of the tasks, only at the shape of a text "
-                f"({', '.join(sorted(judging))}): give a part such as number, math or exact a weight (docs/guides/rewards.md)"
+                f"({', '.join(sorted(judging))}): give a part such as number, math or exact a weight "
+                "(docs/guides/rewards.md)"
             )
 
 

@@ -5,7 +5,8 @@
 
 A program has no network, no environment variables, no files except the system's libraries to read and a small scratch
 folder to write, and limits on time, memory, processes and output. It is ended with all its processes. The level of
-isolation that the machine offers is found by trying (`survey`); docs/guides/sandbox.md describes what each level guarantees.
+isolation that the machine offers is found by trying (`survey`); docs/guides/sandbox.md describes what each level
+guarantees.
 """
 
 from __future__ import annotations
