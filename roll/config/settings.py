@@ -260,7 +260,7 @@ class Settings(Section):
     tasks: TasksConfig = TasksConfig()
     domains: dict[str, DomainConfig] = Field(default_factory=dict)
     """Kinds of tasks by name, in place of `tasks` and `reward`: each with its own tasks, weight, reward, limits and
-    filter (`docs/guides/domains.md`)."""
+    filter (`docs/guides/tasks.md`)."""
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
     env: EnvConfig = EnvConfig()

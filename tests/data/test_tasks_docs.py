@@ -1,4 +1,4 @@
-"""What docs/guides/tasks.md and docs/guides/domains.md show can be pasted."""
+"""What docs/guides/tasks.md shows can be pasted."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from roll.reward import RewardSpec
 
 ROOT = Path(__file__).parents[2]
 REAL = ROOT.parent / "shared" / "data"
-TASKS, DOMAINS = ((ROOT / "docs" / "guides" / f"{page}.md").read_text(encoding="utf-8") for page in ("tasks", "domains"))
+TASKS = (ROOT / "docs" / "guides" / "tasks.md").read_text(encoding="utf-8")
 
 
 def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
 
 
-EXAMPLES = [*blocks(TASKS, "yaml"), *blocks(DOMAINS, "yaml")]
+EXAMPLES = blocks(TASKS, "yaml")
 
 
 @pytest.mark.parametrize("text", EXAMPLES, ids=lambda text: text.splitlines()[0][:40])
