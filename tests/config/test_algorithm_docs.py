@@ -155,7 +155,7 @@ def own_algorithm(mentioned: str) -> Algorithm:
 
 @pytest.mark.usefixtures("saved")
 def test_a_loss_of_your_own() -> None:
-    assert load_user_code("my_loss.py:leashed", what="algorithm.loss").__name__ == "leashed"
+    assert load_user_code("my_loss.py:penalised", what="algorithm.loss").__name__ == "penalised"
     current = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
     inputs = LossInputs(
         current=current,
