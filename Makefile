@@ -61,9 +61,12 @@ types: install
 
 check: lint types test
 
+# Writes the generated pages and figures, then builds the site into site/; a broken link or anchor is an error.
 docs: install
 	$(BIN)/python -m roll.config.reference > docs/reference/config.md
+	$(BIN)/python -m roll.cli.reference > docs/reference/cli.md
 	$(BIN)/python -m roll.scheduler.render_lifecycle > docs/images/lifecycle.svg
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .chat-families build *.egg-info
+	rm -rf site $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .chat-families build *.egg-info

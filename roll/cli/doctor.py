@@ -111,7 +111,8 @@ def _sandbox() -> list[CheckResult]:
         return [CheckResult("sandbox", "none: programs of the model cannot be run", False, why)]
     best = found[0]
     value = f"{best.isolated_by}, Python {best.python.version} ({best.python.path})"
-    count = "" if best.cgroups else f"{best.uncounted}: it would be as root or in a delegated group (docs/guides/sandbox.md)"
+    counted = "it would be as root or in a delegated group (docs/guides/sandbox.md)"
+    count = "" if best.cgroups else f"{best.uncounted}: {counted}"
     memory = CheckResult("sandbox memory", best.memory, advice=count)
     if best.missing:
         return [CheckResult("sandbox", value, False, "; ".join([*best.missing, why])), memory]

@@ -2,8 +2,8 @@
 
 A reward is from -1e6 to 1e6. Trainers compute in fp32, whose spacing at 1e6 is 0.06: rewards of 1,000,000 and 1,000,001
 still differ there, while those of 10,000,000 and 10,000,001 give wrong advantages (docs/guides/rewards.md has the table).
-Their squares, summed over the tokens of a step, stay far below the fp32 maximum. Larger rewards are not clipped but refused:
-their scale is probably a mistake.
+Their squares, summed over the tokens of a step, stay far below the fp32 maximum. Larger rewards are not clipped but
+refused: their scale is probably a mistake.
 
 Any other number (a metric, the info of a step) is from -1e30 to 1e30: each is finite in the fp32 in which trackers store
 metrics, and so are sums of their squares in fp64.

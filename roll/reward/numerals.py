@@ -99,7 +99,7 @@ _GLUED = re.compile(
     | (?:[xyznkKMBie]|[^\W\d_]+\d)(?!\w)""",
     re.VERBOSE | re.ASCII,
 )
-"""What makes a numeral part of something else when it follows at once: `:30`, `/3`, `x`, `\sqrt`."""
+r"""What makes a numeral part of something else when it follows at once: `:30`, `/3`, `x`, `\sqrt`."""
 _RUN = re.compile(r"[\w.,:/'^*+\\{}-]*", re.ASCII)
 _NEGATED = re.compile(
     r"""(?:(?:\b(?:can)?not|n't|\bnever)(?:\s(?:be|equal|equal\sto))?|\bup\sto|\bthan|\bat\sleast|\bat\smost|\bneither|\bnor|≠|!=|≤|≥|\\n?[lg]eq?|\\neq?|\\[lg]t|<=|>=|<|(?<![-=\w"'/>])>|(?<![<\w/])[a-zA-Z]>|\\not\s?=?|\\pm|±)\s{0,3}$""",
