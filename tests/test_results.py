@@ -97,7 +97,8 @@ def test_a_models_run_is_one_that_another_config_makes() -> None:
 
 
 def test_the_page_has_a_command_for_every_config() -> None:
-    assert {Path(overrides_of(command)[0]).stem for command in COMMANDS} == set(CONFIGS)
+    named = {Path(overrides_of(command)[0]) for command in COMMANDS}
+    assert {path.stem for path in named if path.parent.name == "results"} == set(CONFIGS)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: Path(command.split()[2]).stem)

@@ -1,4 +1,4 @@
-"""The control: what a run learns when its rewards are right in number and wrong in place."""
+"""The control of the four domains: a run whose rewards belong to other samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from roll.algorithm import Algorithm
 
 
 class Shuffled(Algorithm):
-    """Every domain's rewards of a step, dealt out anew among its samples."""
+    """Assigns the rewards of a step to random samples of the same domain."""
 
     def scores(self, batch: Any) -> Any:
         scores = super().scores(batch)

@@ -1,7 +1,7 @@
-"""Episodes and demonstrations in small worlds, of which none is in both splits.
+"""Episodes and demonstrations in small worlds, none of which is in both splits.
 
-A small world comes again under other seeds: of the lakes of 256 seeds, 215 are among those of 3000 others. So what is
-held out is decided by the world that a seed makes, not by the seed.
+Different seeds can generate the same small world: of the lakes of 256 seeds, 215 are among those of 3000 others. The world
+that a seed generates therefore decides whether it is held out, not the seed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from roll.env.demonstrations import demonstration
 from roll.env.resolve import resolve
 
 HELD_OUT = 5
-"""One world of so many is held out."""
+"""One world in this many is held out."""
 
 
 def episodes(split: Split, name: str, count: int, held_out: int, first_seed: int = 0, **options: Any) -> Iterator[Task]:
