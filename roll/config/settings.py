@@ -82,8 +82,8 @@ class TasksConfig(SourceConfig):
     """What to solve."""
 
     source: str = "addition"
-    """`addition`, `echo`, `environment`, `reasoning_gym:family`, a `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` file,
-    `hf:dataset`, or a function: `module:name` or `file.py:name` (`docs/guides/tasks.md`)."""
+    """`addition`, `last_character`, `echo`, `environment`, `reasoning_gym:family`, a `.jsonl`, `.json`, `.csv`, `.tsv` or
+    `.parquet` file, `hf:dataset`, or a function: `module:name` or `file.py:name` (`docs/guides/tasks.md`)."""
     domain_weights: dict[str, Positive] = Field(default_factory=dict)
     """Share of each domain among the groups, by name; empty: every task equally often."""
     sampler: Literal["epochs", "solve_rate"] = "epochs"
@@ -102,8 +102,8 @@ class DataConfig(Section):
 
     source: str = "addition"
     """A `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` file, `hf:dataset`, a source of tasks with answers (`addition`,
-    `echo`, `reasoning_gym:family`), `demonstrations` or `dagger` (an environment's expert), or a function: `module:name`
-    or `file.py:name`."""
+    `last_character`, `echo`, `reasoning_gym:family`), `demonstrations` or `dagger` (an environment's expert), or a
+    function: `module:name` or `file.py:name`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the source; of a file: the names of its columns, and the share `held_out`."""
     samples_per_step: Count = 32

@@ -76,7 +76,32 @@ def echo(split: Split, symbols: str = "0123456789") -> Iterable[Task]:
         yield Task.ask(symbol, symbol, symbol, domain="echo")
 
 
-SOURCES: dict[str, TaskSource] = {"addition": addition, "echo": echo, "reasoning_gym": reasoning_gym}
+def last_character(
+    split: Split, symbols: str = "0123456789", prefixes: str = "abcdefghij", held_out: float = 0.2
+) -> Iterable[Task]:
+    """Repeat the last character of the question: a toy for models trained from scratch, with held-out tasks of its own.
+
+    A question is a prefix and a symbol, as in "c7". Of each symbol, a share of the prefixes is held out, at least one and
+    not all: with the prefixes "abcde", the question "a0" is held out and "b0", "c0", "d0" and "e0" are trained on; of the
+    symbol 1, the question "b1" is held out."""
+    if len(set(prefixes)) < max(len(prefixes), 2):
+        raise UserError(f"tasks.options: prefixes is {prefixes!r}: write two or more different characters")
+    if not 0 < held_out < 1:
+        raise UserError(f"tasks.options: held_out is {held_out}: write a share above 0 and below 1")
+    count = min(max(round(len(prefixes) * held_out), 1), len(prefixes) - 1)
+    for row, symbol in enumerate(symbols):
+        for column, prefix in enumerate(prefixes):
+            is_held_out = (column - row * count) % len(prefixes) < count
+            if is_held_out == (split == "held_out"):
+                yield Task.ask(prefix + symbol, prefix + symbol, symbol, domain="last_character")
+
+
+SOURCES: dict[str, TaskSource] = {
+    "addition": addition,
+    "echo": echo,
+    "last_character": last_character,
+    "reasoning_gym": reasoning_gym,
+}
 EXTERNAL_SOURCES = {"environment": "roll.env.tasks:environment_tasks"}
 """Sources that other folders implement."""
 

@@ -71,7 +71,7 @@ BAD_INPUT = {
     "model.chat_template=absent.jinja": ["there is no file 'absent.jinja'"],
     "tasks=no-such-source": [
         "tasks.source 'no-such-source' is not known",
-        "write addition, echo, reasoning_gym, environment, a .jsonl, ",
+        "write addition, echo, last_character, reasoning_gym, environment, a .jsonl, ",
     ],
     "tasks=absent.jsonl": ["there is no file 'absent.jsonl'"],
     "tasks=absent.py:tasks": ["absent.py"],
@@ -80,7 +80,7 @@ BAD_INPUT = {
     "'tasks.options={symbol: a}'": ["'symbol'", "takes: symbols"],
     "tasks=sources.py:long": ["prompt of task 'novel' has 2003 tokens", "is 1024", "leave out such tasks"],
     "tasks=sources.py:wordless": ["cannot render task 'silence'", "change the task's messages"],
-    "rollout.max_new_tokens=1024": ["the context of 'tiny' is 1024", "write rollout.max_new_tokens=1020 or less"],
+    "rollout.max_new_tokens=1024": ["the context of 'tiny' is 1024", "write rollout.max_new_tokens=1019 or less"],
     "model.chat_template=broken.jinja": ["broken.jinja cannot render task", "model.chat_template=FILE"],
     "reward=nummer": ["'nummer' is not known", "did you mean 'number'?"],
     "reward=absent.py:score": ["there is no file", "absent.py"],

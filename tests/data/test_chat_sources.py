@@ -163,7 +163,7 @@ def test_a_bad_row_is_named_with_its_line(folder: Path, row: Any, message: str) 
             "hmm",
             None,
             {},
-            "data.source 'hmm' is not known: write addition, echo, reasoning_gym, demonstrations, dagger, a .jsonl, ",
+            "data.source 'hmm' is not known: write addition, echo, last_character, reasoning_gym, demonstrations, ",
         ),
         ("nowhere:f", None, {}, "data.source 'nowhere:f': there is no module 'nowhere'"),
         ("addition", None, {"lower": 1}, "data.options: got an unexpected keyword argument 'lower'"),

@@ -91,6 +91,35 @@ def test_echo_has_every_symbol_in_both_splits() -> None:
     assert len(load("echo").train) == 10
 
 
+def test_last_character_holds_out_questions_but_no_symbols() -> None:
+    tasks = load("last_character")
+    assert (len(tasks.train), len(tasks.held_out)) == (80, 20)
+    assert not {task.question for task in tasks.train} & {task.question for task in tasks.held_out}
+    for split in (tasks.train, tasks.held_out):
+        assert all(task.question[-1] == task.answer for task in split)
+        assert {task.answer for task in split} == set("0123456789")
+
+
+def test_last_character_holds_out_the_share_that_is_asked_for() -> None:
+    tasks = load("last_character", symbols="01", prefixes="abcde", held_out=0.2)
+    assert [task.id for task in tasks.held_out] == ["a0", "b1"]
+    assert len(load("last_character", prefixes="ab", held_out=0.01).held_out) == 10
+    assert len(load("last_character", prefixes="ab", held_out=0.99).train) == 10
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefixes": "a"}, "prefixes is 'a': write two or more different characters"),
+        ({"prefixes": "aa"}, "prefixes is 'aa': write two or more"),
+        ({"held_out": 0}, "held_out is 0: write a share above 0 and below 1"),
+        ({"held_out": 1.0}, "held_out is 1.0: write a share"),
+    ],
+)
+def test_last_character_refuses_options_that_leave_a_split_empty(options: dict[str, object], message: str) -> None:
+    assert message in refusal("last_character", **options)
+
+
 def test_a_task_set_knows_whether_it_takes_place_in_environments() -> None:
     plain, played = Task.ask("a", "?"), Task("b", (), environment=EnvSpec("guess"))
     assert not TaskSet((plain,), (plain,)).has_environments
@@ -211,7 +240,7 @@ def test_a_function_of_the_users(folder: Path, place: str) -> None:
         (
             "additon",
             {},
-            "tasks.source 'additon' is not known: write addition, echo, reasoning_gym, environment, a .jsonl, ",
+            "tasks.source 'additon' is not known: write addition, echo, last_character, reasoning_gym, environment, ",
         ),
         ("addition", {"hihg": 3}, "takes: low, high, held_out, seed, question"),
         ("addition", {"low": 9, "high": 3}, "the source 'addition' has no tasks to train on"),
