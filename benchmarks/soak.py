@@ -216,9 +216,7 @@ def make_training(path: Path, staleness: int) -> Training:
         return SolveRateSampler(EpochSampler(tasks, 0), 0)
 
     def make_world() -> SimCluster:
-        return SimCluster(
-            WORK, workers=2, tries=config.max_attempts, max_scoring=16, way_s=0.002, report_s=60.0, poll_s=120.0
-        )
+        return SimCluster(WORK, workers=2, tries=config.max_attempts, max_scoring=16, way_s=0.002, report_s=60.0)
 
     return Training(path, tasks, config, make_order, make_world)
 

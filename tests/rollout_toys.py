@@ -30,7 +30,7 @@ from roll.ledger.log import Transition
 from roll.model.tiny import character_tokenizer
 from roll.reward import ScoreFailure, Verdict
 from roll.rollout.lifecycle import Lifecycle
-from roll.rollout.messages import Report, SampleCommand
+from roll.rollout.messages import SampleCommand
 from roll.rollout.worker import RolloutWorker
 from roll.scheduler.rollout_pool import RolloutPool
 from roll.scheduler.router import Router
@@ -205,8 +205,9 @@ class Mortal:
                 raise WorkerDied(self.placement.name, "killed")
             return call.result()
         except asyncio.CancelledError:
-            call.cancel()
-            await asyncio.wait([call, death], return_when=asyncio.FIRST_COMPLETED)
+            if not (self.is_line and death.done()):
+                call.cancel()
+                await asyncio.wait([call, death], return_when=asyncio.FIRST_COMPLETED)
             raise
         finally:
             if not (self.is_line and death.done()):
@@ -482,9 +483,8 @@ class Crew(Generic[W]):
         self.handles[rank].kill()
         for line in self._lines[rank]:
             line.kill()
-        for held in cast(Any, self.workers[rank])._leases.values():
-            if held.running is not None:
-                held.running.cancel()
+        for task in list(cast(Any, self.workers[rank])._tasks.values()):
+            task.cancel()
 
     def revive(self, rank: int) -> None:
         self.workers[rank] = self._make(self.places[rank])
@@ -575,7 +575,6 @@ class Party:
         """Nothing is with anyone."""
         assert not self.running
         assert self.pool._loads == [0] * len(self.workers)
-        assert self.pool._leases == [0] * len(self.workers)
         assert not self.pool._in_flight
         assert not self.pool._by_sample
         assert not self.pool._background_tasks
@@ -584,8 +583,8 @@ class Party:
         assert self.router.waiting == 0
         assert {episode for env in self.envs for episode in env.episodes} <= self.orphans
         for worker in self.workers:
-            assert all(held.running is None or held.running.done() for held in worker._leases.values())
             assert not worker._tasks
+            assert not worker._reports.of_sample
             assert worker._runner is None or not worker._runner._commands
 
     def assert_empty(self) -> None:
@@ -597,7 +596,6 @@ class Party:
             assert not worker._samples
             assert not worker._assignments._assigned
             assert not worker._assignments._waiters
-            assert worker._outbox.report == Report()
 
 
 async def party(
@@ -673,7 +671,7 @@ class ToyRunner:
 
     def of(self, worker: RolloutWorker) -> Any:
         """The runner as one worker has it."""
-        return _ToyRunnerOf(self, Lifecycle(worker._outbox))
+        return _ToyRunnerOf(self, Lifecycle(worker._reports))
 
     async def pool(self, workers: int = 1, engine_count: int = 1, tries: int = 1, **router: Any) -> RolloutPool:
         """A pool whose samples this runner drives."""

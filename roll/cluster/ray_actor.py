@@ -233,8 +233,9 @@ class RayHandle:
         def unpickled(packed: bytes) -> None:
             if self._byte_counter is not None:
                 self._byte_counter.bytes += len(packed)
-            if report is not None:
-                report(cloudpickle.loads(packed))
+            assert report is not None, "only a call that is asked for reports makes some"
+            for each in cloudpickle.loads(packed):
+                report(each)
 
         try:
             packed = cloudpickle.dumps((method, args, kwargs, report is not None))

@@ -29,6 +29,8 @@ from roll.data.batch import Batch
 from roll.data.remote_columns import ColumnBlock, Columns, RemoteRef, TokenColumn, block_to_remote, to_remote
 from roll.process.bounded_log import LIMIT_BYTES, start_writer
 
+GATHER_S = 0.05
+"""How long the reports of a call are collected before they are sent to another process."""
 Get = Callable[[Sequence[Any]], Awaitable[Sequence[Columns]]]
 Put = Callable[[Columns], Any]
 
@@ -48,6 +50,24 @@ class StartInfo:
     where: str
     batched_methods: frozenset[str]
     """The worker's methods whose calls are sent in batches."""
+
+
+class _GatheredReports:
+    """Collects what a call reports for `GATHER_S` and sends it as one pickled list."""
+
+    def __init__(self, report: Callable[[bytes], None]) -> None:
+        self._report = report
+        self._reports: list[Any] = []
+
+    def add(self, each: Any) -> None:
+        self._reports.append(each)
+        if len(self._reports) == 1:
+            asyncio.get_running_loop().call_later(GATHER_S, self.send)
+
+    def send(self) -> None:
+        if self._reports:
+            reports, self._reports = self._reports, []
+            self._report(bytes(cloudpickle.dumps(reports)))
 
 
 class WorkerRuntime:
@@ -103,13 +123,17 @@ class WorkerRuntime:
             return self._failure(error, method)
 
     async def call_packed(self, packed: bytes, report: Callable[[bytes], None]) -> bytes:
-        """Executes a pickled call and returns its pickled result; a pickling error becomes a `CallFailure`. Reports of a
-        method that makes some are pickled too."""
+        """Executes a pickled call and returns its pickled result; a pickling error becomes a `CallFailure`. If the method
+        reports while it runs, `report` gets pickled lists of its reports."""
         method = "a call"
         try:
             method, args, kwargs, reports = cloudpickle.loads(packed)
-            pickled = (lambda each: report(bytes(cloudpickle.dumps(each)))) if reports else None
-            return bytes(cloudpickle.dumps(await self.call(method, args, kwargs, pickled)))
+            if not reports:
+                return bytes(cloudpickle.dumps(await self.call(method, args, kwargs)))
+            gathered = _GatheredReports(report)
+            result = await self.call(method, args, kwargs, gathered.add)
+            gathered.send()
+            return bytes(cloudpickle.dumps(result))
         except Exception as error:
             failure = unsendable(CallFailure.of(error, self._placement.name, method, where()))
             return bytes(cloudpickle.dumps(failure))

@@ -51,15 +51,20 @@ class Lifecycle:
 
     def move(self, sample: Sample, state: State, reason: str = "", time_s: float | None = None, **info: Any) -> None:
         """`time_s`: time of the transition, by default now."""
+        now = self._clock() if time_s is None else time_s
+        self.apply(sample, Transition(sample.id, state, reason, now, info))
+
+    def apply(self, sample: Sample, transition: Transition) -> None:
+        """Moves a sample by a transition that happened elsewhere."""
+        state, now_s = transition.state, transition.time_s
         if state not in MOVES[sample.state]:
             raise AssertionError(f"sample {sample.id} cannot go from {sample.state} to {state}")
-        now = self._clock() if time_s is None else time_s
         if sample.state != "new":
-            spent = max(now - sample.entered_s, 0.0)
+            spent = max(now_s - sample.entered_s, 0.0)
             sample.seconds[sample.state] = sample.seconds.get(sample.state, 0.0) + spent
-        sample.state, sample.reason, sample.entered_s = state, reason, now
+        sample.state, sample.reason, sample.entered_s = state, transition.reason, now_s
         if self._ledger is not None:
-            self._ledger.append(Transition(sample.id, state, reason, now, info))
+            self._ledger.append(transition)
 
     def close_unfinished(self, samples: Sequence[str], reason: str) -> None:
         """Records as dropped the samples that were in flight when an earlier process of the run ended."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from roll.data.task import Task
-from roll.ledger.log import Transition
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class SampleCommand:
     reason: str
 
 
-WorkerCommand: TypeAlias = Lease | EngineAssignment | SampleCommand
+WorkerCommand: TypeAlias = EngineAssignment | SampleCommand
 
 
 @dataclass(frozen=True)
@@ -70,15 +69,6 @@ class SampleResult:
     turn_rewards: list[float] = field(default_factory=list)
     turn_states: list[int] = field(default_factory=list)
     answer: str | None = None
-
-
-@dataclass
-class Report:
-    """A rollout worker's report since the last one: transitions in order, sample results, and leases that are done."""
-
-    transitions: list[Transition] = field(default_factory=list)
-    results: list[SampleResult] = field(default_factory=list)
-    done_leases: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -36,7 +36,6 @@ from roll.rollout.messages import (
     EngineAssignment,
     FinalState,
     Lease,
-    Report,
     SampleCommand,
     SampleResult,
     WorkerCommand,
@@ -48,50 +47,40 @@ from roll.workers.env import EnvWorker
 from roll.workers.infer import InferWorker
 from roll.workers.reward import RewardWorker
 
-POLL_S = 5.0
-"""How long `report` waits before it returns an empty report."""
 REQUEUE_S = 60.0
 """How long `requeue_generating` waits for the engines to abort requests."""
-GATHER_S = 0.25
-"""How long `report` collects more transitions after the first one; a finished lease is reported at once."""
+
+Report: TypeAlias = Callable[[Transition], None]
+
+
+def _report_nothing(transition: Transition) -> None:
+    """For samples that nobody waits for."""
 
 
 @dataclass
 class _HeldLease:
-    """A lease: its key, its samples and the task that runs them. Leases loaded from a checkpoint have no task."""
+    """A lease: its key, its samples, and whom their transitions are reported to."""
 
     key: str
     samples: list[Sample]
-    running: asyncio.Task[None] | None = None
+    report: Report = _report_nothing
     dropped: dict[str, str] = field(default_factory=dict)
     """Reasons of the samples that the controller has dropped."""
 
 
-@dataclass
-class _Outbox:
-    """Collects the next report."""
+class _Reports:
+    """Passes on each transition of a sample to the report of its lease."""
 
-    report: Report = field(default_factory=Report)
-    has_report: asyncio.Event = field(default_factory=asyncio.Event)
-    urgent: asyncio.Event = field(default_factory=asyncio.Event)
+    def __init__(self) -> None:
+        self.of_sample: dict[str, Report] = {}
 
     def append(self, transition: Transition) -> None:
-        self.report.transitions.append(transition)
-        self.has_report.set()
-        if transition.state == "queued":  # the sample waits until the controller assigns an engine
-            self.urgent.set()
+        self.of_sample.get(transition.sample, _report_nothing)(transition)
 
-    def discard(self, samples: set[str], keys: set[str]) -> None:
-        report = self.report
-        report.transitions = [transition for transition in report.transitions if transition.sample not in samples]
-        report.results = [result for result in report.results if result.sample not in samples]
-        report.done_leases = [key for key in report.done_leases if key not in keys]
-
-    def take(self) -> Report:
-        report, self.report = self.report, Report()
-        self.has_report.clear()
-        self.urgent.clear()
-        return report
+    def remove(self, lease: _HeldLease) -> None:
+        for sample in lease.samples:
+            if self.of_sample.get(sample.id) is lease.report:  # else it is in another lease now
+                del self.of_sample[sample.id]
 
 
 class RolloutWorker(Worker):
@@ -105,8 +94,8 @@ class RolloutWorker(Worker):
         self._stop_ids = stop_ids_of(tokenizer, source)
         self._renderer = ChatRenderer(tokenizer, self._stop_ids)
         self._context = config.roles.actor_infer.context_within(context_of(source))
-        self._outbox = _Outbox()
-        self._lifecycle = Lifecycle(self._outbox)
+        self._reports = _Reports()
+        self._lifecycle = Lifecycle(self._reports)
         self._assignments = EngineAssignments()
         self._engine_client: EngineClient | None = None
         self._runner: SampleRunner | None = None
@@ -116,7 +105,6 @@ class RolloutWorker(Worker):
         """The task of each running sample."""
         self._run_folder = None if run is None else RunFolder(run)
         self._part = None if placement.world_size == 1 else placement.rank
-        self._error: Exception | None = None
 
     @dispatch(Dispatch.ALL)
     def connect(
@@ -146,19 +134,30 @@ class RolloutWorker(Worker):
             early_stop=make_early_stop(self._config.rollout.early_stop, self._config.root),
         )
 
-    @dispatch(Dispatch.ONE)
-    def execute(self, commands: Sequence[WorkerCommand]) -> None:
-        """Executes commands in order: leases to run, engine assignments for waiting samples, and sample commands."""
-        for command in commands:
-            if isinstance(command, Lease):
-                self._start_lease(command)
-            elif command.sample in self._samples:
-                if isinstance(command, EngineAssignment):
-                    self._assignments.assign(command)
-                elif isinstance(command, SampleCommand):
-                    self._execute_sample_command(command)
+    @dispatch(Dispatch.ONE, batched=True)
+    async def run(self, report: Report, message: Lease) -> list[SampleResult]:
+        """Runs the samples of a lease until they are judged: reports each transition, and returns the results. The tokens
+        stay here until `release`. Cancelling this coroutine ends and releases the samples."""
+        lease = self._hold(message, report)
+        try:
+            await structured_gather(self._run_sample(lease, sample) for sample in lease.samples)
+        except BaseException:
+            self.release([lease.key])
+            raise
+        self._reports.remove(lease)
+        return [_result_of(sample) for sample in lease.samples]
 
-    def _start_lease(self, message: Lease) -> None:
+    @dispatch(Dispatch.ONE, batched=True)
+    def execute(self, command: WorkerCommand) -> None:
+        """Executes a command: an engine assignment for a waiting sample, or a sample command."""
+        if command.sample not in self._samples:
+            return
+        if isinstance(command, EngineAssignment):
+            self._assignments.assign(command)
+        elif isinstance(command, SampleCommand):
+            self._execute_sample_command(command)
+
+    def _hold(self, message: Lease, report: Report) -> _HeldLease:
         task, group, now = message.task, message.group, time.time()
         samples = [
             Sample(
@@ -177,11 +176,12 @@ class RolloutWorker(Worker):
         for sample in samples:
             if sample.id == message.greedy:
                 sample.greedy, sample.records, sample.temperature = True, False, 0.0
-        lease = self._leases[message.key] = _HeldLease(message.key, samples)
+        lease = self._leases[message.key] = _HeldLease(message.key, samples, report)
         for sample in samples:
             self._samples[sample.id] = sample
+            self._reports.of_sample[sample.id] = report
             self._assignments.assign(EngineAssignment(sample.id, message.engine, message.version))
-        lease.running = asyncio.create_task(self._run_lease(lease))
+        return lease
 
     def _execute_sample_command(self, command: SampleCommand) -> None:
         runner = self._runner
@@ -225,32 +225,6 @@ class RolloutWorker(Worker):
             async with asyncio.timeout(REQUEUE_S):
                 while any(self._runner.is_generating(sample) for sample in requeued):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
-
-    @dispatch(Dispatch.ONE)
-    async def report(self) -> Report:
-        """Everything since the last call. Long-polls: waits up to `POLL_S` for the first entry."""
-        outbox = self._outbox
-        with suppress(TimeoutError):
-            await asyncio.wait_for(outbox.has_report.wait(), POLL_S)
-            await asyncio.wait_for(outbox.urgent.wait(), GATHER_S)
-        report = outbox.take()
-        if self._error is not None:
-            error, self._error = self._error, None
-            for lease in self._leases.values():  # the error fails all leases of this worker on the controller
-                if lease.running is not None:
-                    lease.running.cancel()
-            raise error
-        return report
-
-    @dispatch(Dispatch.ALL)
-    async def cancel(self, keys: Sequence[str]) -> None:
-        """Cancels leases and removes their samples; unknown keys are ignored."""
-        for lease in [self._leases[key] for key in keys if key in self._leases]:
-            if lease.running is not None:
-                lease.running.cancel()
-                # waits: it was cancelled
-                await asyncio.gather(lease.running, return_exceptions=True)
-        self.release(keys)
 
     @dispatch(Dispatch.ONE)
     def columns(self, blocks: Sequence[Sequence[str]], mask_below: int = 0) -> list[ColumnBlock]:
@@ -304,27 +278,21 @@ class RolloutWorker(Worker):
 
     @dispatch(Dispatch.ONE)
     def release(self, keys: Sequence[str]) -> None:
-        released = {key: lease for key in keys if (lease := self._leases.pop(key, None)) is not None}
-        samples = {sample.id for lease in released.values() for sample in lease.samples}
-        for sample in samples:
-            self._samples.pop(sample, None)
-            self._assignments.remove(sample)
-        self._outbox.discard(samples, set(released))
+        """Removes leases with their samples; unknown keys are ignored."""
+        for lease in [self._leases.pop(key) for key in keys if key in self._leases]:
+            self._reports.remove(lease)
+            for sample in lease.samples:
+                if self._samples.get(sample.id) is sample:  # else it is in another lease now
+                    del self._samples[sample.id]
+                    self._assignments.remove(sample.id)
 
     async def close(self) -> None:
-        await self.cancel(list(self._leases))
-
-    async def _run_lease(self, lease: _HeldLease) -> None:
-        try:
-            await structured_gather(self._run_sample(lease, sample) for sample in lease.samples)
-        except Exception as error:  # the next `report` raises it on the controller
-            self._error = self._error or error
-            self._outbox.has_report.set()
-        else:
-            self._outbox.report.results.extend(map(_result_of, lease.samples))
-            self._outbox.report.done_leases.append(lease.key)
-            self._outbox.has_report.set()
-        self._outbox.urgent.set()
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        # waits: they were cancelled
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.release(list(self._leases))
 
     async def _run_sample(self, lease: _HeldLease, sample: Sample) -> None:
         runner, task = self._runner, asyncio.current_task()
@@ -334,14 +302,13 @@ class RolloutWorker(Worker):
         try:
             await runner.run(sample, lease.samples)
         except asyncio.CancelledError:
-            if sample.id not in lease.dropped or (lease.running is not None and lease.running.cancelling()):
+            if sample.id not in lease.dropped or task.cancelling() > 1:  # not by the drop alone
                 raise
             task.uncancel()
             self._lifecycle.move(sample, "dropped", lease.dropped[sample.id])
         finally:
-            del self._tasks[sample.id]
-            if sample.state in ("queued", "failed", "dropped"):
-                self._outbox.urgent.set()
+            if self._tasks.get(sample.id) is task:
+                del self._tasks[sample.id]
 
 
 def _result_of(sample: Sample) -> SampleResult:

@@ -8,20 +8,25 @@ are per sample, never per token. When a rollout worker dies, its leases restart 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from roll.cluster import Cluster
-from roll.cluster.batched_channel import BatchedChannel
 from roll.cluster.errors import CallTimedOut, RemoteError, WorkerDied
 from roll.data.sample import Sample
 from roll.ledger.log import Transition
 from roll.rollout.lifecycle import ENDS, Lifecycle
-from roll.rollout.messages import EngineAssignment, Lease, Report, SampleCommand, SampleResult, WorkerCommand
+from roll.rollout.messages import EngineAssignment, Lease, SampleCommand, SampleResult, WorkerCommand
 from roll.rollout.worker import RolloutWorker
 from roll.scheduler.router import Router, SlotReservation
 from roll.scheduler.token_registry import TokenRegistry
+
+T = TypeVar("T")
+
+_RELEASE_S = 10.0
+"""How long a cancelled lease waits until its worker has released its tokens."""
 
 
 class WorkerLost(Exception):
@@ -35,7 +40,8 @@ class _InFlightLease:
     worker: int
     samples: dict[str, Sample]
     lifecycle: Lifecycle
-    done: asyncio.Future[None]
+    failure: asyncio.Future[None]
+    """Set to what ends the lease from here: its worker is lost, or its samples get no slot."""
     reservation: SlotReservation
     """Slots of the lease; samples that got a slot again later have their own reservation in `reassigned`."""
     reassigned: dict[str, SlotReservation] = field(default_factory=dict)
@@ -72,7 +78,6 @@ class RolloutPool:
         self._backpressure_since_s: float | None = None
         self._scoring = 0
         self._in_flight: dict[str, _InFlightLease] = {}
-        self._by_name: dict[str, _InFlightLease] = {}
         self._by_sample: dict[str, _InFlightLease] = {}
         self._live_workers = set(range(len(workers)))
         """Workers that accept leases."""
@@ -80,10 +85,8 @@ class RolloutPool:
         self._worker_available.set()
         self._loads = [0] * len(workers)
         """In-flight samples per worker."""
-        self._leases = [0] * len(workers)
         self.tokens = TokenRegistry(workers, self._live_workers)
-        self._channels = [self._channel(worker) for worker in range(len(workers))]
-        self._background_tasks: set[asyncio.Task[None]] = set()
+        self._background_tasks: set[asyncio.Task[Any]] = set()
         self.on_engine_died: Callable[[int, str], None] = lambda engine, reason: None
         """Called when a sample's engine died."""
         self.on_worker_died: Callable[[int, str], None] = lambda worker, reason: None
@@ -126,24 +129,22 @@ class RolloutPool:
         if key in self._in_flight:
             self._router.release(reservation)
             raise ValueError(f"the lease {key!r} is in flight already")
-        name = (
-            key if samples[0].tries == 1 else f"{key}~{samples[0].tries}"
-        )  # reports on an earlier try must not match this lease
+        # A worker that did not answer may still hold an earlier try.
+        name = key if samples[0].tries == 1 else f"{key}~{samples[0].tries}"
         try:
             worker = await self._least_loaded()
         except BaseException:
             self._router.release(reservation)
             raise
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        lease = self._in_flight[key] = self._by_name[name] = _InFlightLease(
-            worker, {sample.id: sample for sample in samples}, lifecycle, done, reservation
-        )
+        failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        failure.add_done_callback(_retrieve_error)
+        by_id = {sample.id: sample for sample in samples}
+        lease = self._in_flight[key] = _InFlightLease(worker, by_id, lifecycle, failure, reservation)
         for sample in samples:
             self._by_sample[sample.id] = lease
             sample.oldest = self.version
         self.tokens.register(samples, worker, name)
         self._loads[worker] += len(samples)
-        self._leases[worker] += 1
         first = samples[0]
         message = Lease(
             name,
@@ -159,29 +160,50 @@ class RolloutPool:
             first.records,
         )
         try:
-            self._channels[worker].post(message)
-            # waits: every state of a sample has a deadline, and the death of the worker ends it
-            await done
-        except asyncio.CancelledError:
-            self.tokens.unregister(samples)
-            if not self._channels[worker].remove(message):
-                await self._channels[worker].wait_sent()
-                await self._cancel_leases(worker, [name])
-            raise
+            await self._run_on(worker, lease, message)
         except BaseException:
             self.tokens.unregister(samples)
             raise
         finally:
             self._loads[worker] -= len(samples)
-            self._leases[worker] -= 1
             self._release_all_slots(lease)
-            del self._in_flight[key], self._by_name[name]
+            del self._in_flight[key]
             for sample in samples:
                 del self._by_sample[sample.id]
 
-    async def _cancel_leases(self, worker: int, keys: list[str]) -> None:
-        with suppress(RemoteError):  # a dead worker has nothing to cancel
-            await self._workers.call_rank(worker, RolloutWorker.cancel, keys)
+    async def _run_on(self, worker: int, lease: _InFlightLease, message: Lease) -> None:
+        """Returns when the worker has run the lease; if this coroutine is cancelled, when the worker has ended it."""
+
+        def apply(transition: Transition) -> None:
+            if self._by_sample.get(transition.sample) is lease:
+                self._apply_transition(lease, lease.samples[transition.sample], transition)
+
+        call = self._in_background(self._workers.stream_rank(worker, RolloutWorker.run, apply, message))
+        call.add_done_callback(_retrieve_error)
+        ends: list[asyncio.Future[Any]] = [call, lease.failure]
+        try:
+            # waits: every state of a sample has a deadline, and the death of the worker ends it
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if lease.failure.done():
+                lease.failure.result()
+            for result in call.result():
+                self._apply_result(lease.samples[result.sample], result)
+        except asyncio.CancelledError:
+            call.cancel()
+            # waits: a cancelled call ends in bounded time
+            await asyncio.wait({call})
+            # It may have ended before it was cancelled, and then the worker keeps its tokens.
+            await asyncio.wait({self._in_background(self._release(worker, message.key))}, timeout=_RELEASE_S)
+            raise
+        except (WorkerDied, CallTimedOut) as error:
+            if error.worker != self._workers.placements[worker].name:
+                raise
+            reason = f"rollout worker died: {error.worker}"
+            self.worker_lost(worker, reason)
+            self.on_worker_died(worker, str(error))
+            raise WorkerLost(reason) from error
+        finally:
+            call.cancel()
 
     async def _least_loaded(self) -> int:
         async with asyncio.timeout(self._deadline_s):
@@ -196,8 +218,26 @@ class RolloutPool:
         lease = self._by_sample.get(command.sample)
         if lease is None:
             return False
-        self._channels[lease.worker].post(command)
+        self._command(lease.worker, command)
         return True
+
+    def _command(self, worker: int, command: WorkerCommand) -> None:
+        """Sends a command after the leases and commands that were sent to the worker before."""
+        self._in_background(self._send(worker, command))
+
+    async def _send(self, worker: int, command: WorkerCommand) -> None:
+        with suppress(RemoteError):  # a dead worker has nothing to execute
+            await self._workers.call_rank(worker, RolloutWorker.execute, command)
+
+    async def _release(self, worker: int, lease: str) -> None:
+        with suppress(RemoteError):  # a dead worker has nothing to release
+            await self._workers.call_rank(worker, RolloutWorker.release, [lease])
+
+    def _in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._background_tasks.add(task)
+        task.add_done_callback(self._background_tasks.discard)
+        return task
 
     async def pause(self) -> None:
         """Moves all generating samples to `paused`."""
@@ -253,49 +293,14 @@ class RolloutPool:
 
     def release_tokens(self, samples: Sequence[Sample]) -> None:
         """Releases the tokens of samples that restart, in the background."""
-        task = asyncio.create_task(self.tokens.release(samples))
-        self._background_tasks.add(task)
-        task.add_done_callback(self._background_tasks.discard)
+        self._in_background(self.tokens.release(samples))
 
     # Reports of workers
-
-    def _channel(self, worker: int) -> BatchedChannel[WorkerCommand, Report]:
-        async def send(commands: list[WorkerCommand]) -> None:
-            await self._workers.call_rank(worker, RolloutWorker.execute, commands)
-
-        async def poll() -> Report:
-            return await self._workers.call_rank(worker, RolloutWorker.report)
-
-        def on_error(error: Exception) -> None:
-            if isinstance(error, WorkerDied | CallTimedOut):
-                self.worker_lost(worker, f"rollout worker died: {error.worker}")
-                self.on_worker_died(worker, str(error))
-            else:
-                self._fail(worker, error)
-
-        return BatchedChannel(
-            send,
-            poll,
-            on_result=self._apply_report,
-            on_error=on_error,
-            busy=lambda: self._leases[worker] > 0,
-        )
-
-    def _apply_report(self, report: Report) -> None:
-        for transition in report.transitions:
-            if (lease := self._by_sample.get(transition.sample)) is not None:  # else its lease was cancelled
-                self._apply_transition(lease, lease.samples[transition.sample], transition)
-        for result in report.results:
-            if (lease := self._by_sample.get(result.sample)) is not None:
-                self._apply_result(lease.samples[result.sample], result)
-        for name in report.done_leases:
-            if (finished := self._by_name.get(name)) is not None and not finished.done.done():
-                finished.done.set_result(None)
 
     def _apply_transition(self, lease: _InFlightLease, sample: Sample, transition: Transition) -> None:
         if sample.state == "dropped":  # by the controller, before the worker received the command
             return
-        lease.lifecycle.move(sample, transition.state, transition.reason, transition.time_s, **transition.info)  # type: ignore[arg-type]
+        lease.lifecycle.apply(sample, transition)
         self.transitions += 1
         if transition.state == "scoring":
             lease.scoring.add(sample.id)
@@ -349,23 +354,21 @@ class RolloutPool:
     def _start_reserving(self, lease: _InFlightLease, sample: Sample) -> None:
         if sample.id in lease.reserving:
             return
-        task = lease.reserving[sample.id] = asyncio.create_task(self._reserve_slot(lease, sample))
-        self._background_tasks.add(task)
-        task.add_done_callback(self._background_tasks.discard)
+        lease.reserving[sample.id] = self._in_background(self._reserve_slot(lease, sample))
 
     async def _reserve_slot(self, lease: _InFlightLease, sample: Sample) -> None:
         try:
             reservation = await self._router.reserve(1, priority=sample.priority, fifo_key=sample.group)
         except Exception as error:
-            if not lease.done.done():
-                lease.done.set_exception(error)
+            if not lease.failure.done():
+                lease.failure.set_exception(error)
             return
         if self._by_sample.get(sample.id) is not lease or lease.reserving.pop(sample.id, None) is None:
             self._router.release(reservation)
             return
         lease.reassigned[sample.id] = reservation
         lease.without_slot.discard(sample.id)
-        self._channels[lease.worker].post(EngineAssignment(sample.id, reservation.engine, self.version))
+        self._command(lease.worker, EngineAssignment(sample.id, reservation.engine, self.version))
 
     def _count_scoring(self, change: int) -> None:
         self._scoring += change
@@ -382,5 +385,11 @@ class RolloutPool:
 
     def _fail(self, worker: int, error: Exception) -> None:
         for lease in self._in_flight.values():
-            if lease.worker == worker and not lease.done.done():
-                lease.done.set_exception(error)
+            if lease.worker == worker and not lease.failure.done():
+                lease.failure.set_exception(error)
+
+
+def _retrieve_error(call: asyncio.Future[Any]) -> None:
+    """Retrieves the error of a call that nobody waits for any more, so that asyncio does not warn."""
+    if not call.cancelled():
+        call.exception()

@@ -76,7 +76,10 @@ class Router:
         self._next_fifo_key = 0
         self._pause_reasons: set[str] = set()
         self._changes = 0
-        self._changed = asyncio.Event()
+        self._watchers: list[asyncio.Event] = []
+        """Set at the next change."""
+        self._outdated: set[int] = set()
+        """Engines whose fullness has changed since it was computed."""
         self._fullness_heap: list[tuple[float, float, int]] = []
         """Heap of engines by fullness; outdated entries are skipped."""
         self._fullness: list[tuple[float, float, int]] = []
@@ -116,7 +119,7 @@ class Router:
         state = self._engines[engine]
         state.running += 1
         state.since += 1
-        self._push(engine)
+        self._outdated.add(engine)
         return SlotReservation(engine, state.incarnation, 1)
 
     def release(self, reservation: SlotReservation, samples: int | None = None) -> None:
@@ -198,7 +201,7 @@ class Router:
             engine = self._engines[best]
             engine.running += pending.samples
             engine.since += pending.samples
-            self._push(best)
+            self._outdated.add(best)
             pending.reservation.set_result(SlotReservation(best, engine.incarnation, pending.samples))
 
     def _has_capacity(self, number: int, samples: int) -> bool:
@@ -225,33 +228,37 @@ class Router:
 
     def _least_full(self) -> int | None:
         heap = self._fullness_heap
+        if len(heap) > 4 * len(self._engines) + 64:
+            self._rebuild()
+            heap = self._fullness_heap
+        for number in self._outdated:
+            self._fullness[number] = self._fullness_of(number)
+            heapq.heappush(heap, self._fullness[number])
+        self._outdated.clear()
         while heap and (heap[0] != self._fullness[heap[0][2]] or heap[0][2] not in self._open_engines):
             heapq.heappop(heap)
         return heap[0][2] if heap else None
-
-    def _push(self, number: int) -> None:
-        if len(self._fullness_heap) > 4 * len(self._engines) + 64:
-            self._rebuild()
-        self._fullness[number] = self._fullness_of(number)
-        heapq.heappush(self._fullness_heap, self._fullness[number])
 
     def _rebuild(self) -> None:
         self._fullness = [self._fullness_of(number) for number in range(len(self._engines))]
         self._fullness_heap = [self._fullness[number] for number in sorted(self._open_engines)]
         heapq.heapify(self._fullness_heap)
+        self._outdated.clear()
 
     def _engine_changed(self, number: int) -> None:
         """Called when an engine's load or membership changed: serves waiting reservations and wakes `drain`."""
         self._changes += 1
-        self._push(number)
+        self._outdated.add(number)
         self._serve_waiting()
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        for watcher in self._watchers:
+            watcher.set()
+        self._watchers.clear()
 
     async def _wait_until(self, condition: Callable[[], bool], problem: str) -> None:
         try:
             async with asyncio.timeout(self._deadline_s):
                 while not condition():
-                    await self._changed.wait()
+                    self._watchers.append(changed := asyncio.Event())
+                    await changed.wait()
         except TimeoutError:
             raise RunError(f"{problem} for {self._deadline_s:g} s") from None

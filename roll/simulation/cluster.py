@@ -23,7 +23,6 @@ from roll.scheduler.router import Router
 from roll.simulation.engine import SimEngine
 from roll.simulation.failures import Fate, MortalGraders, MortalRollouts
 from roll.simulation.remote_workers import RemoteHandle
-from roll.simulation.rollouts import POLL_S
 from roll.simulation.workload import Workload
 
 PING_S = 2.0
@@ -44,10 +43,8 @@ class SimCluster:
         way_s: float,
         fate: Fate = lambda task, sample, tries: "",
         report_s: float = 1.0,
-        poll_s: float = POLL_S,
     ) -> None:
-        """`report_s`: interval at which engines report their load; `poll_s`: how long to wait for a worker without
-        news."""
+        """`report_s`: interval at which engines report their load."""
         loop = asyncio.get_running_loop()
         self.workload = workload
         self.version = 0
@@ -59,7 +56,6 @@ class SimCluster:
         self.worker_lost: Callable[[int, str], None] = lambda worker, reason: None
         """Called when a rollout worker dies; its tokens are lost with it."""
         self._fate = fate
-        self._poll_s = poll_s
         self.handles = [
             RemoteHandle(self._make_rollouts, WorkerPlacement("rollout", rank, workers), way_s) for rank in range(workers)
         ]
@@ -90,7 +86,7 @@ class SimCluster:
 
     def _make_rollouts(self, place: WorkerPlacement) -> MortalRollouts:
         made = MortalRollouts(place, self.workload, self.engines, self.graders, self._fate)
-        made.version, made.poll_s = self.version, self._poll_s
+        made.version = self.version
         return made
 
     # Weights

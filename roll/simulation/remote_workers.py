@@ -1,8 +1,8 @@
 """Simulated remote workers: a call has latency in both directions, and workers die, hang and are restarted.
 
 Invariants: calls of one caller arrive in order; a call in flight when its worker dies raises `WorkerDied`, even if its
-work was done; cancelling a call does not stop its work. A hanging worker continues its own work, but neither receives nor
-sends anything.
+work was done; cancelling a call does not stop its work, unless it reports while it runs. A hanging worker continues its
+own work, but neither receives nor sends anything.
 """
 
 from __future__ import annotations
@@ -16,6 +16,27 @@ from roll.cluster import Worker, WorkerPlacement
 from roll.cluster.errors import CallFailure, WorkerDied, WorkerError
 
 W = TypeVar("W", bound=Worker)
+
+_CANCEL_S = 10.0
+"""How long a cancelled caller waits for the end of its call."""
+
+
+class _Reports:
+    """Reports of a call on their way: those made while others travel go with them."""
+
+    def __init__(self, report: Callable[[Any], None]) -> None:
+        self._report = report
+        self._travelling: list[Any] = []
+
+    def add(self, each: Any) -> bool:
+        """Whether it is the first on its way."""
+        self._travelling.append(each)
+        return len(self._travelling) == 1
+
+    def deliver(self) -> None:
+        arrived, self._travelling = self._travelling, []
+        for each in arrived:
+            self._report(each)
 
 
 class RemoteHandle(Generic[W]):
@@ -59,23 +80,51 @@ class RemoteHandle(Generic[W]):
         self._begin()
 
     async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        gone = self._gone
-        if gone.done():
+        gone, work = self._gone, self._start(method, args, kwargs)
+        return await self._result(work, gone)
+
+    async def stream(
+        self, method: str, report: Callable[[Any], None], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        gone, moving, reports = self._gone, self._moving, _Reports(report)
+
+        def send(each: Any) -> None:
+            if reports.add(each):
+                self._keep(asyncio.create_task(deliver()))
+
+        async def deliver() -> None:
+            await self._travel(moving)
+            if not gone.done():
+                reports.deliver()
+
+        work = self._start(method, (send, *args), kwargs)
+        try:
+            result = await self._result(work, gone)
+        except asyncio.CancelledError:
+            if not gone.done():
+                work.cancel()
+                await asyncio.wait({work, gone}, timeout=_CANCEL_S, return_when=asyncio.FIRST_COMPLETED)
+            raise
+        reports.deliver()
+        return result
+
+    def _start(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> asyncio.Task[Any]:
+        if self._gone.done():
             raise WorkerDied(self.placement.name, "it was killed")
-        work = asyncio.create_task(self._there_and_back(gone, self._moving, getattr(self.worker, method), args, kwargs))
-        self._calls.add(work)
-        work.add_done_callback(self._calls.discard)
+        function = getattr(self.worker, method)
+        return self._keep(asyncio.create_task(self._there_and_back(self._gone, self._moving, function, args, kwargs)))
+
+    def _keep(self, task: asyncio.Task[Any]) -> asyncio.Task[Any]:
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        return task
+
+    async def _result(self, work: asyncio.Task[Any], gone: asyncio.Future[None]) -> Any:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         if gone.done():
             work.cancel()
             raise WorkerDied(self.placement.name, "it was killed")
         return work.result()
-
-    async def stream(
-        self, method: str, report: Callable[[Any], None], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        """A method that reports while it runs; nothing simulated has one."""
-        raise TypeError(f"{self.placement.name}.{method} cannot report")
 
     async def _there_and_back(
         self,

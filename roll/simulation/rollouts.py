@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from roll.rollout.messages import (
     EngineAssignment,
     FinalState,
     Lease,
-    Report,
     SampleCommand,
     SampleResult,
     WorkerCommand,
@@ -30,14 +28,19 @@ from roll.simulation.engine import SimEngine
 from roll.simulation.graders import SimGraderPool
 from roll.simulation.workload import Episode, Workload
 
-POLL_S = 5.0
-GATHER_S = 0.25
+Report = Callable[[Transition], None]
+
+
+def _report_nothing(transition: Transition) -> None:
+    """For samples that nobody waits for."""
 
 
 @dataclass
 class _LeaseProgress:
     lease: Lease
     remaining: int
+    report: Report
+    done: asyncio.Future[list[SampleResult]]
     results: list[SampleResult] = field(default_factory=list)
 
 
@@ -80,9 +83,6 @@ class _Sample:
 class SimRollouts(Worker):
     """Has the methods of `RolloutWorker` that a controller calls by name."""
 
-    poll_s = POLL_S
-    """How long `report` waits before it returns without news."""
-
     def __init__(
         self, placement: WorkerPlacement, workload: Workload, engines: Sequence[SimEngine], graders: SimGraderPool
     ) -> None:
@@ -96,23 +96,29 @@ class SimRollouts(Worker):
         self._lease_of_sample: dict[str, str] = {}
         """The lease of every sample whose tokens are here, or will be."""
         self._running: dict[str, _Sample] = {}
-        self._report = Report()
-        self._transition_added, self._urgent = asyncio.Event(), asyncio.Event()
 
-    def execute(self, commands: Sequence[WorkerCommand]) -> None:
-        for command in commands:
-            if isinstance(command, Lease):
-                progress = self._leases[command.key] = _LeaseProgress(command, len(command.samples))
-                for id in command.samples:
-                    self._lease_of_sample[id] = command.key
-                    sample = self._running[id] = _Sample(id, progress, self._workload.episode(id))
-                    self._generate(sample)
-            elif (found := self._running.get(command.sample)) is not None:
-                if not isinstance(command, EngineAssignment):
-                    self._stop(found, command)
-                elif found.state == "queued":
-                    found.engine, found.version = command.engine, command.version
-                    self._generate(found)
+    async def run(self, report: Report, lease: Lease) -> list[SampleResult]:
+        progress = _LeaseProgress(lease, len(lease.samples), report, self._loop.create_future())
+        self._leases[lease.key] = progress
+        for id in lease.samples:
+            self._lease_of_sample[id] = lease.key
+            sample = self._running[id] = _Sample(id, progress, self._workload.episode(id))
+            self._generate(sample)
+        try:
+            # waits: every state of a sample ends
+            return await progress.done
+        except asyncio.CancelledError:
+            self._cancel(progress)
+            raise
+
+    def execute(self, command: WorkerCommand) -> None:
+        if (found := self._running.get(command.sample)) is None:
+            return
+        if not isinstance(command, EngineAssignment):
+            self._stop(found, command)
+        elif found.state == "queued":
+            found.engine, found.version = command.engine, command.version
+            self._generate(found)
 
     def _stop(self, sample: _Sample, stop: SampleCommand) -> None:
         if stop.action == "requeue":
@@ -121,7 +127,6 @@ class SimRollouts(Worker):
             del self._running[sample.id]
             self._drop(sample)
             self._move(sample, "dropped", stop.reason)
-            self._urgent.set()
             self._account(sample)
         elif sample.id in self._engines[sample.engine]:
             self._engines[sample.engine].abort(sample.id)
@@ -184,10 +189,8 @@ class SimRollouts(Worker):
         progress = sample.progress
         progress.results.append(self._outcome(sample, kills))
         progress.remaining -= 1
-        if not progress.remaining:
-            self._report.results.extend(progress.results)
-            self._report.done_leases.append(progress.lease.key)
-            self._urgent.set()
+        if not progress.remaining and not progress.done.done():
+            progress.done.set_result(progress.results)
 
     def _outcome(self, sample: _Sample, kills: int) -> SampleResult:
         episode, turns, tries = sample.episode, sample.turn, sample.progress.lease.tries
@@ -213,7 +216,6 @@ class SimRollouts(Worker):
             self._turn_finished(sample.id, 0)
             return
         self._move(sample, "queued", reason, **info)
-        self._urgent.set()
 
     def engine_died(self, engine: int, sampled_tokens: dict[str, int]) -> None:
         """An engine died: requeues its samples with the tokens that were sampled."""
@@ -223,13 +225,12 @@ class SimRollouts(Worker):
                 self._queue(sample, f"engine died: actor_infer[{engine}]", lost_engine=engine)
 
     def die(self) -> None:
-        """The worker dies: everything it held, and its unsent reports, are lost."""
+        """The worker dies: everything it held is lost."""
         for sample in self._running.values():
             self._drop(sample)
         self._running.clear()
         self._leases.clear()
         self._lease_of_sample.clear()
-        self._report = Report()
 
     def _drop(self, sample: _Sample) -> None:
         if sample.timer is not None:
@@ -241,19 +242,7 @@ class SimRollouts(Worker):
 
     def _move(self, sample: _Sample, state: str, reason: str, **info: object) -> None:
         sample.state = state
-        self._report.transitions.append(Transition(sample.id, state, reason, self._loop.time(), info))
-        self._transition_added.set()
-
-    async def report(self) -> Report:
-        with suppress(TimeoutError):
-            if not self._transition_added.is_set():
-                await asyncio.wait_for(self._transition_added.wait(), self.poll_s)
-            if not self._urgent.is_set():
-                await asyncio.wait_for(self._urgent.wait(), GATHER_S)
-        report, self._report = self._report, Report()
-        self._transition_added.clear()
-        self._urgent.clear()
-        return report
+        sample.progress.report(Transition(sample.id, state, reason, self._loop.time(), info))
 
     def pause(self) -> None:
         for sample in self._running.values():
@@ -274,16 +263,12 @@ class SimRollouts(Worker):
             else:
                 self._displace(sample, reason)
 
-    def cancel(self, keys: Sequence[str]) -> None:
-        cancelled = [id for key in keys if key in self._leases for id in self._leases[key].lease.samples]
-        for id in cancelled:
-            if (sample := self._running.get(id)) is not None and sample.progress.lease.key in keys:
+    def _cancel(self, progress: _LeaseProgress) -> None:
+        for id in progress.lease.samples:
+            if (sample := self._running.get(id)) is not None and sample.progress is progress:
                 self._drop(self._running.pop(id))
-        self.release(keys)
-        report = self._report
-        report.transitions = [move for move in report.transitions if move.sample not in cancelled]
-        report.results = [outcome for outcome in report.results if outcome.sample not in cancelled]
-        report.done_leases = [key for key in report.done_leases if key not in keys]
+        if self._leases.get(progress.lease.key) is progress:
+            self.release([progress.lease.key])
 
     def release(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -312,6 +297,6 @@ class SimRollouts(Worker):
         for group in complete:
             ids = tuple(sorted(id for id in saved if id.startswith(f"{group.group}.")))
             lease = Lease(group.lease, -1, group.task, group.group, 1.0, ids)
-            self._leases[group.lease] = _LeaseProgress(lease, 0)
+            self._leases[group.lease] = _LeaseProgress(lease, 0, _report_nothing, self._loop.create_future())
             self._lease_of_sample.update((id, group.lease) for id in ids)
         return [group.lease for group in complete]

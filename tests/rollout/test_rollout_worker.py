@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import random
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,10 @@ from rollout_toys import (
 
 from roll.data import Sample, Task
 from roll.data.batch import token_block
+from roll.ledger.log import Transition
 from roll.rollout.lifecycle import MOVES, Lifecycle
-from roll.rollout.messages import EngineAssignment, Lease, Report, SampleCommand, WorkerCommand
-from roll.rollout.worker import GATHER_S, POLL_S, RolloutWorker
+from roll.rollout.messages import EngineAssignment, Lease, SampleCommand, SampleResult, WorkerCommand
+from roll.rollout.worker import RolloutWorker
 
 TASK = Task.ask("t", "2+2", "4")
 
@@ -45,22 +47,48 @@ async def worker_of(runner: ToyRunner) -> RolloutWorker:
     return worker
 
 
-async def reports(worker: RolloutWorker, done: int) -> Report:
-    """All that is reported until so many leases are done."""
-    whole = Report()
-    while len(whole.done_leases) < done:
-        report = await worker.report()
-        whole.transitions += report.transitions
-        whole.results += report.results
-        whole.done_leases += report.done_leases
-    return whole
+@dataclass
+class Report:
+    """What a worker has reported of some leases."""
+
+    transitions: list[Transition] = field(default_factory=list)
+    results: list[SampleResult] = field(default_factory=list)
+    done_leases: list[str] = field(default_factory=list)
+    calls: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+
+    async def run(self, worker: RolloutWorker, message: Lease) -> None:
+        self.results += await worker.run(self.transitions.append, message)
+        self.done_leases.append(message.key)
+
+    async def until(self, done: int) -> Report:
+        """Itself, when so many leases are done."""
+        await until(lambda: len(self.done_leases) >= done)
+        assert len(self.done_leases) == done
+        return self
+
+    async def cancel(self, key: str) -> None:
+        self.calls[key].cancel()
+        await asyncio.gather(self.calls[key], return_exceptions=True)
+
+
+def begin(worker: RolloutWorker, *leases: Lease) -> Report:
+    """Has the worker run leases."""
+    report = Report()
+    for message in leases:
+        report.calls[message.key] = asyncio.create_task(report.run(worker, message))
+    return report
+
+
+def tell(worker: RolloutWorker, *commands: WorkerCommand) -> None:
+    for command in commands:
+        worker.execute(command)
 
 
 def test_a_lease_is_reported_with_its_transitions_and_results_once() -> None:
     async def main() -> None:
         worker = await worker_of(ToyRunner(lambda s: "broken" if s.id == "1.1" else 2.0, lambda s: s.group))
-        worker.execute([lease("1"), lease("2", 1)])
-        found = await reports(worker, 2)
+        found = begin(worker, lease("1"), lease("2", 1))
+        await found.until(2)
         assert found.done_leases == ["1", "2"]
         paths = {id: [m.state for m in found.transitions if m.sample == id] for id in ("1.0", "1.1", "2.0")}
         scored = ["generating", "scoring", "scored"]
@@ -70,7 +98,6 @@ def test_a_lease_is_reported_with_its_transitions_and_results_once() -> None:
             ("1.1", 0.0, 0, 0, None),
             ("2.0", 2.0, 5, 3, "stop"),
         ]
-        assert await worker.report() == Report()
 
     go(main())
 
@@ -79,29 +106,15 @@ def now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-def test_moves_wait_a_moment_for_company_and_a_done_lease_for_nothing() -> None:
+def test_transitions_are_reported_as_they_happen() -> None:
     async def main() -> None:
-        worker = await worker_of(ToyRunner(lambda s: 1.0, lambda s: 0.1))
-        asking = asyncio.create_task(worker.report())
-        await turns()
-        worker.execute([lease("1", 3)])
-        found = await asking
-        assert (len(found.transitions), found.done_leases, now_s()) == (9, ["1"], pytest.approx(0.1))
-        worker._runner = ToyRunner(lambda s: 1.0, lambda s: 100).of(worker)
-        worker.execute([lease("2", 3)])
-        began = now_s()
-        found = await worker.report()
-        assert (len(found.transitions), found.done_leases, now_s() - began) == (3, [], pytest.approx(GATHER_S))
-        await worker.close()
-
-    go(main())
-
-
-def test_nothing_to_say_is_said_after_a_while() -> None:
-    async def main() -> None:
-        worker = await worker_of(ToyRunner(lambda s: 1.0))
-        assert await worker.report() == Report()
-        assert now_s() == pytest.approx(POLL_S)
+        worker = await worker_of(ToyRunner(lambda s: 1.0, lambda s: 0.1 + s.group))
+        found, seen = begin(worker, lease("1", 3), lease("2", 2)), []
+        for at_s in (0.0, 1.05, 1.15, 2.15):
+            await asyncio.sleep(at_s - now_s())
+            await turns()
+            seen.append((len(found.transitions), list(found.done_leases)))
+        assert seen == [(5, []), (5, []), (11, ["1"]), (15, ["1", "2"])]
 
     go(main())
 
@@ -110,31 +123,32 @@ def test_a_sample_that_waits_for_an_assignment_is_reported_at_once() -> None:
     async def main() -> None:
         run = await party(2)
         (worker,) = run.workers
-        worker.execute([lease("1")])
+        found = begin(worker, lease("1"))
         await until(lambda: len(run.running) == 2)
-        await worker.report()
-        began = now_s()
         run.toys[0].draw("1.0", 11)
-        worker.execute([SampleCommand("1.0", "requeue", "make room")])
-        found = await worker.report()
-        assert [(m.sample, m.state, m.reason) for m in found.transitions] == [("1.0", "queued", "make room")]
-        assert now_s() - began < GATHER_S / 2
+        await turns()
+        told = len(found.transitions)
+        tell(worker, SampleCommand("1.0", "requeue", "make room"))
+        await turns()
+        assert [(m.sample, m.state, m.reason) for m in found.transitions[told:]] == [("1.0", "queued", "make room")]
         await worker.close()
 
     go(main())
 
 
-def test_an_error_is_raised_once_and_ends_what_the_worker_holds() -> None:
+def test_an_error_ends_its_lease_and_no_other() -> None:
     async def main() -> None:
         runner = ToyRunner(lambda s: OSError(f"by {s.id}"), lambda s: 0.1 if s.id in ("1.1", "2.0") else 1000)
         worker = await worker_of(runner)
-        worker.execute([lease("1"), lease("2"), lease("3")])
-        with pytest.raises(OSError, match=r"by (1\.1|2\.0)"):
-            await worker.report()
-        await turns()
-        assert sorted(runner.cancelled) == ["1.0", "2.1", "3.0", "3.1"]
-        assert await worker.report() == Report()
+        found = begin(worker, lease("1"), lease("2"), lease("3"))
+        for key, id in (("1", "1.1"), ("2", "2.0")):
+            with pytest.raises(OSError, match=f"by {id}"):
+                await found.calls[key]
+        assert sorted(runner.cancelled) == ["1.0", "2.1"]
+        assert set(worker._leases) == {"3"}
+        assert set(worker._samples) == {"3.0", "3.1"}
         await worker.close()
+        assert sorted(runner.cancelled) == ["1.0", "2.1", "3.0", "3.1"]
         assert not worker._leases
 
     go(main())
@@ -146,15 +160,18 @@ def test_a_cancelled_lease_is_forgotten_with_what_was_to_be_said_of_it(after: in
     async def main() -> None:
         runner = ToyRunner(lambda s: 1.0, lambda s: 0.1)
         worker = await worker_of(runner)
-        worker.execute([lease("1"), lease("2")])
+        found = begin(worker, lease("1"), lease("2"))
         await asyncio.sleep(after_s)
         await turns(after)
-        await worker.cancel(["1", "unknown"])
-        assert set(worker._leases) == {"2"}
-        assert set(worker._samples) == {"2.0", "2.1"}
-        found = await reports(worker, 1)
-        assert (found.done_leases, {m.sample for m in found.transitions}) == (["2"], {"2.0", "2.1"})
-        assert {outcome.sample for outcome in found.results} == {"2.0", "2.1"}
+        await found.cancel("1")
+        told = len([m for m in found.transitions if m.sample.startswith("1.")])
+        kept = {"1", "2"} if "1" in found.done_leases else {"2"}
+        assert set(worker._leases) == kept
+        assert {sample.partition(".")[0] for sample in worker._samples} == kept
+        await until(lambda: "2" in found.done_leases)
+        assert len([m for m in found.transitions if m.sample.startswith("1.")]) == told
+        if "1" not in found.done_leases:
+            assert {outcome.sample for outcome in found.results} == {"2.0", "2.1"}
 
     go(main())
 
@@ -163,7 +180,7 @@ def test_closing_ends_every_lease() -> None:
     async def main() -> None:
         runner = ToyRunner(lambda s: 1.0, lambda s: 1000)
         worker = await worker_of(runner)
-        worker.execute([lease("1"), lease("2")])
+        begin(worker, lease("1"), lease("2"))
         await turns()
         await worker.close()
         assert sorted(runner.cancelled) == ["1.0", "1.1", "2.0", "2.1"]
@@ -175,9 +192,9 @@ def test_closing_ends_every_lease() -> None:
 def test_a_worker_that_is_not_connected_says_so() -> None:
     async def main() -> None:
         (worker,) = rollouts(1).workers
-        worker.execute([lease("1")])
+        found = begin(worker, lease("1"))
         with pytest.raises(AssertionError, match="connected before it takes leases"):
-            await worker.report()
+            await found.calls["1"]
 
     go(main())
 
@@ -187,8 +204,8 @@ def test_columns_are_the_token_logs_a_block_a_group() -> None:
         run = await party()
         run.toys[0].says = lambda request: [int(request.id[0]) + 5, *[9] * int(request.id[-1]), END]
         (worker,) = run.workers
-        worker.execute([lease("1"), lease("2", 3)])
-        await reports(worker, 2)
+        found = begin(worker, lease("1"), lease("2", 3))
+        await found.until(2)
         blocks = worker.columns([["2.2", "2.0"], ["1.1"], []])
         assert len(blocks) == 3
         for names, block in zip([["2.2", "2.0"], ["1.1"], []], blocks, strict=True):
@@ -205,8 +222,8 @@ def test_columns_are_the_token_logs_a_block_a_group() -> None:
 def test_forgetting_frees_the_tokens() -> None:
     async def main() -> None:
         worker = await worker_of(ToyRunner(lambda s: 1.0))
-        worker.execute([lease("1"), lease("2")])
-        await reports(worker, 2)
+        found = begin(worker, lease("1"), lease("2"))
+        await found.until(2)
         worker.release(["1", "unknown"])
         assert set(worker._samples) == {"2.0", "2.1"}
         with pytest.raises(KeyError):
@@ -222,8 +239,8 @@ async def _report_of(length: int) -> tuple[Report, Party]:
     run = await party(judge=lambda task, response: 0.5)
     run.toys[0].says = lambda request: [9] * length
     run.toys[0].context = 10**6
-    run.workers[0].execute([lease("1", 4)])
-    found = await reports(run.workers[0], 1)
+    found = begin(run.workers[0], lease("1", 4))
+    await found.until(1)
     assert [outcome.response_tokens for outcome in found.results] == [length] * 4
     return found, run
 
@@ -231,7 +248,8 @@ async def _report_of(length: int) -> tuple[Report, Party]:
 def test_a_report_does_not_grow_with_the_responses() -> None:
     async def main() -> None:
         (short, _), (long, run) = await _report_of(10), await _report_of(10_000)
-        assert abs(len(pickle.dumps(long)) - len(pickle.dumps(short))) < 64
+        sizes = [len(pickle.dumps((found.transitions, found.results))) for found in (short, long)]
+        assert abs(sizes[1] - sizes[0]) < 64
         assert len(pickle.dumps(token_block(list(run.workers[0]._samples.values())))) > 100_000
 
     go(main())
@@ -242,8 +260,8 @@ def test_a_leases_samples_are_what_it_says() -> None:
         seen: list[Sample] = []
         runner = ToyRunner(lambda s: seen.append(s) or 1.0)  # type: ignore[func-returns-value]
         worker = await worker_of(runner)
-        worker.execute([lease("7", 2)])
-        await reports(worker, 1)
+        found = begin(worker, lease("7", 2))
+        await found.until(1)
         assert [(s.id, s.task, s.group, s.temperature) for s in seen] == [("7.0", TASK, 7, 0.5), ("7.1", TASK, 7, 0.5)]
         assert [s.tries for s in seen] == [2, 2]
         assert np.array_equal(seen[0].log.ids, worker._samples["7.0"].log.ids)
@@ -275,11 +293,11 @@ def test_requests_still_running_are_aborted_when_their_lease_is_cancelled() -> N
     async def main() -> None:
         run = await party(2)
         (worker,) = run.workers
-        worker.execute([lease("1", engine=0), lease("2", engine=1)])
+        found = begin(worker, lease("1", engine=0), lease("2", engine=1))
         await until(lambda: len(run.running) == 4)
         run.toys[0].finish("1.0", [END])
         await until(lambda: run.judges[0].judged)
-        await worker.cancel(["1"])
+        await found.cancel("1")
         assert [sorted(toy.aborted) for toy in run.toys] == [["1.1"], []]
         await worker.close()
         assert not run.running
@@ -299,7 +317,7 @@ def test_what_is_being_generated_is_paused_and_goes_on_and_nothing_else_is() -> 
         run = await party(1)
         (worker,) = run.workers
         run.judges[0].gate.clear()
-        worker.execute([lease("1", 3), lease("2", 1, task=episode_of(1.0))])
+        found = begin(worker, lease("1", 3), lease("2", 1, task=episode_of(1.0)))
         run.envs[0].gate.clear()
         await until(lambda: len(run.running) == 3)
         run.answer("1.2")
@@ -316,7 +334,7 @@ def test_what_is_being_generated_is_paused_and_goes_on_and_nothing_else_is() -> 
         run.answer("1.0")
         await until(lambda: "2.0" in run.running)
         run.answer()
-        found = await reports(worker, 2)
+        await found.until(2)
         assert [m.state for m in found.transitions if m.sample == "1.0"] == [
             "generating",
             "paused",
@@ -334,7 +352,7 @@ def test_a_requeued_sample_keeps_its_tokens_while_it_waits_for_an_assignment(eng
     async def main() -> None:
         run = await party(2)
         (worker,) = run.workers
-        worker.execute([lease("1", engine=0), lease("2", engine=1), lease("3", 1, engine=1)])
+        found = begin(worker, lease("1", engine=0), lease("2", engine=1), lease("3", 1, engine=1))
         await until(lambda: len(run.running) == 5)
         run.toys[1].draw("2.0", 11, 12)
         worker._lifecycle.move(worker._samples["2.1"], "paused")
@@ -345,27 +363,27 @@ def test_a_requeued_sample_keeps_its_tokens_while_it_waits_for_an_assignment(eng
         off = {id for id, state in states(worker).items() if state == "queued"}
         assert off == ({"2.0", "2.1"} if engine == 1 else {"1.0", "1.1", "2.0", "2.1"})
         assert run.running == {"1.0", "1.1", "2.0", "2.1"} - off
-        worker.execute([EngineAssignment(id, 0) for id in sorted(off)])
+        tell(worker, *(EngineAssignment(id, 0) for id in sorted(off)))
         await until(lambda: len(run.running) == 4)
         assert run.toys[0].running["2.0"].ids.tolist()[-2:] == [11, 12]
         run.answer()
-        found = await reports(worker, 3)
+        await found.until(3)
         assert [m.reason for m in found.transitions if m.state == "queued"] == ["new weights"] * len(off)
         assert len(found.results) == 5
 
     go(main())
 
 
-async def at_state(run: Party, worker: RolloutWorker, state: str) -> None:
+async def at_state(run: Party, worker: RolloutWorker, state: str) -> Report:
     """Brings the sample 1.0 into a state, and keeps it there."""
     run.judges[0].gate.clear()
     run.envs[0].gate.clear()
     task = episode_of(1.0, 1.0) if state == "acting" else TASK
-    worker.execute([lease("1", 2, task=task)])
+    found = begin(worker, lease("1", 2, task=task))
     if state == "acting":
         await until(lambda: run.env_log.count("reset 1.0.2") == 1)
     elif state == "new":
-        return
+        return found
     else:
         await until(lambda: "1.0" in run.running)
     if state == "queued":
@@ -380,6 +398,7 @@ async def at_state(run: Party, worker: RolloutWorker, state: str) -> None:
             run.judges[0].gate.set()
             await until(lambda: states(worker)["1.0"] == "scored")
     assert states(worker)["1.0"] == state
+    return found
 
 
 @pytest.mark.parametrize("state", ["new", "queued", "generating", "paused", "acting", "scoring", "scored"])
@@ -388,17 +407,17 @@ def test_a_sample_is_dropped_whatever_it_is_at_and_its_siblings_go_on(state: str
     async def main() -> None:
         run = await party(1)
         (worker,) = run.workers
-        await at_state(run, worker, state)
-        worker.execute([SampleCommand("1.0", "drop", "not wanted")] * times)
+        found = await at_state(run, worker, state)
+        tell(worker, *[SampleCommand("1.0", "drop", "not wanted")] * times)
         await turns(60)
         run.judges[0].gate.set()
         run.envs[0].gate.set()
         for _ in range(4):
             if states(worker).get("1.1") == "queued":
-                worker.execute([EngineAssignment("1.1", 0)])
+                tell(worker, EngineAssignment("1.1", 0))
             await asyncio.sleep(1)
             run.answer()
-        found = await reports(worker, 1)
+        await found.until(1)
         moves = {id: [m.state for m in found.transitions if m.sample == id] for id in ("1.0", "1.1")}
         for path in moves.values():
             assert all(after in MOVES[before] for before, after in zip(["queued", *path], path, strict=False))
@@ -424,30 +443,28 @@ def test_a_sample_dropped_on_its_way_to_an_engine_is_taken_off_it_whatever_else_
         run = await party(1)
         (worker,), gate = run.workers, asyncio.Event()
         handle: Any = run.engines._handles[0]
-        call = handle.call
+        stream = handle.stream
 
-        async def slow(method: str, args: Any, kwargs: Any) -> Any:
-            if method == "submit":
-                await gate.wait()
-            return await call(method, args, kwargs)
+        async def slow(*args: Any) -> Any:
+            await asyncio.shield(gate.wait())
+            return await stream(*args)
 
-        handle.call = slow
-        worker.execute([lease("1")])
+        handle.stream = slow
+        found = begin(worker, lease("1"))
         await asyncio.sleep(1)
-        worker.execute([SampleCommand("1.0", "drop", "not wanted")])
+        tell(worker, SampleCommand("1.0", "drop", "not wanted"))
         await asyncio.sleep(1)
         if then == "dropped":
-            worker.execute([SampleCommand("1.0", "drop", "not wanted")])
+            tell(worker, SampleCommand("1.0", "drop", "not wanted"))
         else:
-            ending = asyncio.create_task(worker.cancel(["1"]))
+            ending = asyncio.create_task(found.cancel("1"))
         await asyncio.sleep(1)
         gate.set()
-        await until(lambda: run.toys[0].asked)
         await asyncio.sleep(1)
         if then == "dropped":
             assert run.running == {"1.1"}
             run.answer()
-            await reports(worker, 1)
+            await found.until(1)
         else:
             await ending
         assert not run.running
@@ -463,10 +480,10 @@ def test_orders_for_samples_that_are_not_here_are_ignored() -> None:
             EngineAssignment("9.9", 0),
             *(SampleCommand("9.9", how, "?") for how in ("end", "requeue", "drop")),
         ]  # type: ignore[arg-type]
-        worker.execute([*strange, lease("1")])
-        await reports(worker, 1)
+        tell(worker, *strange)
+        await begin(worker, lease("1")).until(1)
         worker.release(["1"])
-        worker.execute([EngineAssignment("1.0", 0), SampleCommand("1.0", "drop", "?")])
+        tell(worker, EngineAssignment("1.0", 0), SampleCommand("1.0", "drop", "?"))
         assert not worker._assignments._assigned
         assert not worker._samples
 
@@ -478,10 +495,10 @@ def test_a_lease_that_is_sent_again_starts_from_nothing() -> None:
         run = await party(1)
         (worker,) = run.workers
         for text in ("4", "5"):
-            worker.execute([lease("1")])
+            found = begin(worker, lease("1"))
             await until(lambda: len(run.running) == 2)
             run.answer(text=text)
-            found = await reports(worker, 1)
+            await found.until(1)
             assert [outcome.reward for outcome in found.results] == [float(text == "4")] * 2
         assert worker.texts(["1.0"]) == ["5"]
 
@@ -492,13 +509,13 @@ def test_masked_columns_have_no_loss_on_old_tokens() -> None:
     async def main() -> None:
         run = await party(1)
         (worker,) = run.workers
-        worker.execute([lease("1", 1)])
+        found = begin(worker, lease("1", 1))
         await until(lambda: run.running)
         run.toys[0].version = 4
         run.toys[0].draw("1.0", 11)
         run.toys[0].version = 5
         run.toys[0].finish("1.0", [12, END])
-        await reports(worker, 1)
+        await found.until(1)
         for below, counted in ((0, 3), (4, 3), (5, 2), (6, 0)):
             (block,) = worker.columns([["1.0"]], below)
             assert block.column("loss_mask").tolist().count(True) == counted
@@ -514,19 +531,9 @@ def test_whatever_is_done_to_its_samples_a_lease_is_reported_done_once(seed: int
         rng = random.Random(seed)
         run = await party(2, pace_s=0.1, deadline_s=10_000)
         (worker,) = run.workers
-        whole = Report()
-
-        async def listen() -> None:
-            while len(whole.done_leases) < 3:
-                report = await worker.report()
-                whole.transitions.extend(report.transitions)
-                whole.results.extend(report.results)
-                whole.done_leases.extend(report.done_leases)
-
-        listening = asyncio.create_task(listen())
         names = [f"{key}.{i}" for key in "123" for i in range(2)]
-        worker.execute([lease("1"), lease("2", engine=1), lease("3", task=episode_of(0.5, 0.5))])
-        while not listening.done():
+        whole = begin(worker, lease("1"), lease("2", engine=1), lease("3", task=episode_of(0.5, 0.5)))
+        while len(whole.done_leases) < 3:
             await some_time(rng)
             for _ in range(rng.randrange(3)):
                 what = rng.choice(["pause", "resume", "displace", "stop", "stop"])
@@ -534,13 +541,12 @@ def test_whatever_is_done_to_its_samples_a_lease_is_reported_done_once(seed: int
                     await run.pool.requeue_generating("off", rng.choice([None, 0, 1]))
                 elif what == "stop":
                     how: Any = rng.choice(["end", "requeue", "drop"])
-                    worker.execute([SampleCommand(rng.choice(names), how, how)])
+                    tell(worker, SampleCommand(rng.choice(names), how, how))
                 else:
                     getattr(worker, what)()
             for name, state in states(worker).items():
                 if state == "queued" and worker._assignments.engine(name) is None:
-                    worker.execute([EngineAssignment(name, rng.randrange(2))])
-        await listening
+                    tell(worker, EngineAssignment(name, rng.randrange(2)))
         assert sorted(whole.done_leases) == ["1", "2", "3"]
         assert sorted(outcome.sample for outcome in whole.results) == names
         for name in names:

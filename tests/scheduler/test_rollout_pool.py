@@ -31,6 +31,7 @@ from rollout_toys import (
 )
 
 from roll.cluster import Worker, WorkerPlacement
+from roll.cluster.errors import CallTimedOut
 from roll.cluster.executor import LocalHandle
 from roll.config.errors import RunError
 from roll.data import Response, Sample, Task, remote_columns
@@ -38,8 +39,8 @@ from roll.data.remote_columns import ColumnBlock
 from roll.engine.request import Request, SamplingParams, seed_of
 from roll.env import EnvFailure
 from roll.rollout.lifecycle import MOVES, Lifecycle
-from roll.rollout.messages import FinalState, Report, SampleCommand, SampleResult
-from roll.rollout.worker import GATHER_S, RolloutWorker
+from roll.rollout.messages import FinalState, SampleCommand
+from roll.rollout.worker import RolloutWorker
 from roll.run import RunFolder, Transition, read_samples
 from roll.scheduler.rollout_pool import RolloutPool
 from roll.scheduler.router import Router
@@ -131,7 +132,7 @@ def test_a_lease_that_is_done_is_reported_at_once() -> None:
     async def main() -> None:
         run = await party(says="4")
         await run.start(run.group(0))
-        assert asyncio.get_running_loop().time() < GATHER_S / 2
+        assert asyncio.get_running_loop().time() < 0.1
 
     go(main())
 
@@ -150,15 +151,12 @@ def test_transitions_are_reported_while_the_lease_still_runs() -> None:
     go(main())
 
 
-def test_leases_issued_together_travel_together() -> None:
+def test_a_lease_of_a_worker_in_this_process_begins_at_once() -> None:
     async def main() -> None:
         run = await party()
-        taken: list[list[str]] = []
-        execute = run.workers[0].execute
-        run.workers[0].execute = lambda leases: taken.append([lease.key for lease in leases]) or execute(leases)  # type: ignore
         calls = [run.start(run.group(index)) for index in range(5)]
-        await until(lambda: len(run.running) == 10)
-        assert taken == [["0", "1", "2", "3", "4"]]
+        await turns(12)
+        assert len(run.running) == 10
         run.answer()
         await asyncio.gather(*calls)
 
@@ -223,33 +221,34 @@ def test_the_ledgers_moves_are_valid_and_in_order_whatever_comes_first(
     go(main())
 
 
-def test_outcomes_of_strangers_are_ignored() -> None:
+def test_reports_of_strangers_are_ignored() -> None:
     async def main() -> None:
         run = await party()
         samples = run.group(0)
         call = run.start(samples)
         await until(lambda: len(run.running) == 2)
-        run.workers[0]._outbox.report.results.append(SampleResult("9.9", 1.0, {}, 1, 1, "stop"))
-        run.workers[0]._outbox.report.done_leases.append("9")
-        run.workers[0]._outbox.append(Transition("9.9", "scored"))
+        report = run.workers[0]._reports.of_sample["0.0"]
+        report(Transition("9.9", "scored"))
         run.answer()
         await call
+        report(Transition("0.0", "queued"))  # its lease has ended
         assert set(run.moves.last()) == {"0.0", "0.1"}
+        assert set(run.moves.last().values()) == {"scored"}
 
     go(main())
 
 
-def test_a_move_that_cannot_be_fails_the_workers_leases_instead_of_hanging_them() -> None:
+def test_a_move_that_cannot_be_fails_its_lease_instead_of_hanging_it() -> None:
     async def main() -> None:
         run = await party(1, 2)
         calls = [run.start(run.group(index)) for index in range(2)]
         await until(lambda: len(run.running) == 4)
-        run.workers[0]._outbox.append(Transition("0.0", "trained"))
+        run.workers[0]._samples["0.0"].state = "kept"
+        run.answer("0.0")
         with pytest.raises(AssertionError, match=r"sample 0\.0 cannot go from"):
             await calls[0]
         run.answer()
         await calls[1]
-        await run.workers[0].close()
 
     go(main())
 
@@ -362,13 +361,17 @@ def test_a_lease_can_be_cancelled_while_it_is_judged() -> None:
     go(main())
 
 
-def test_a_lease_cancelled_when_it_is_done_but_not_reported_is_forgotten() -> None:
+@pytest.mark.parametrize("after", range(1, 30, 2))
+def test_a_lease_cancelled_at_any_time_is_forgotten(after: int) -> None:
     async def main() -> None:
         run = await party(says="4")
-        call = run.start(run.group(0))
-        while not run.workers[0]._outbox.report.done_leases:
-            await turns(1)
-        await cancel(call)
+        samples = run.group(0)
+        call = run.start(samples)
+        await turns(after)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        if not call.cancelled():
+            await run.pool.tokens.release(samples)
         run.assert_empty()
 
     go(main())
@@ -388,30 +391,29 @@ def test_a_lease_that_waits_for_an_engine_can_be_cancelled() -> None:
     go(main())
 
 
-def test_a_lease_cancelled_on_its_way_is_called_off_when_it_has_arrived() -> None:
+def test_a_cancelled_lease_has_ended_on_its_worker_when_its_caller_goes_on() -> None:
     async def main() -> None:
         run = await party()
         gate = asyncio.Event()
         handle: Any = run.pool._workers._handles[0]
-        call, sent = handle.call, []
+        stream = handle.stream
 
-        async def slow(method: str, args: Any, kwargs: Any) -> Any:
-            sent.append(method)
-            if method == "execute":
-                await gate.wait()
-            return await call(method, args, kwargs)
+        async def slow(*args: Any) -> Any:
+            try:
+                return await stream(*args)
+            except asyncio.CancelledError:
+                await gate.wait()  # until the worker's answer is here
+                raise
 
-        handle.call = slow
+        handle.stream = slow
         task = run.start(run.group(0))
-        await until(lambda: sent)
+        await until(lambda: len(run.running) == 2)
         task.cancel()
-        await turns()
-        assert sent == ["execute"]
+        await turns(20)
+        assert (run.running, task.done()) == (set(), False)
         gate.set()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert "cancel" in sent
-        await turns()
         run.assert_empty()
 
     go(main())
@@ -438,7 +440,7 @@ def test_an_engines_end_reaches_the_leases_of_every_worker_that_uses_it_and_stop
     go(main())
 
 
-def test_an_unexpected_error_reaches_every_waiting_lease_of_its_worker() -> None:
+def test_an_unexpected_error_reaches_its_lease_and_the_others_go_on() -> None:
     async def main() -> None:
         def outcome(sample: Sample) -> float | Exception:
             return RuntimeError("a bug") if sample.id == "0.1" else 1.0
@@ -452,15 +454,14 @@ def test_an_unexpected_error_reaches_every_waiting_lease_of_its_worker() -> None
             return asyncio.create_task(pool.run(str(index), samples, life))
 
         calls = [start(index) for index in range(4)]  # workers 0 1 0 1
-        for index in (0, 2):
-            with pytest.raises(RuntimeError, match="a bug"):
-                await calls[index]
+        with pytest.raises(RuntimeError, match="a bug"):
+            await calls[0]
         await turns()
-        assert sorted(runner.cancelled) == ["0.0", "2.0", "2.1"]
-        assert not calls[1].done()
+        assert runner.cancelled == ["0.0"]
+        assert not any(call.done() for call in calls[1:])
         runner.outcome, runner.delay = (lambda sample: 1.0), (lambda sample: 0)
         await start(6)  # the worker goes on
-        for index in (1, 3):
+        for index in (1, 2, 3):
             await cancel(calls[index])
         assert sorted(runner.cancelled) == ["0.0", "1.0", "1.1", "2.0", "2.1", "3.0", "3.1"]
 
@@ -468,30 +469,17 @@ def test_an_unexpected_error_reaches_every_waiting_lease_of_its_worker() -> None
 
 
 class Dead(Worker):
-    """A rollout worker that raises in some call."""
+    """A rollout worker that raises whatever it is given."""
 
-    def __init__(self, place: WorkerPlacement, dies_in: str) -> None:
-        super().__init__(place)
-        self._dies_in = dies_in
-
-    def execute(self, leases: Any) -> None:
-        self._die("execute")
-
-    async def report(self) -> Report:
+    async def run(self, report: Any, lease: Any) -> None:
         await asyncio.sleep(0)
-        self._die("report")
-        return Report()
-
-    def _die(self, method: str) -> None:
-        if method == self._dies_in:
-            raise RunError("rollout[0] has a bug")
+        raise RunError("rollout[0] has a bug")
 
 
-@pytest.mark.parametrize("method", ["execute", "report"])
-def test_an_error_of_a_worker_itself_reaches_all_its_leases(method: str) -> None:
+def test_an_error_of_a_worker_itself_reaches_all_its_leases() -> None:
     async def main() -> None:
         crew = rollouts(1)
-        crew.handles[0].replace(LocalHandle(Dead(WorkerPlacement("rollout"), method)))
+        crew.handles[0].replace(LocalHandle(Dead(WorkerPlacement("rollout"))))
         pool = RolloutPool(crew.cluster, Router(1, 10), tries=3)
         samples = [Sample(f"{i}.0", Task.ask("t", "?"), i, 1.0, state="queued") for i in range(3)]
         calls = [pool.run(str(s.group), [s], Lifecycle(None)) for s in samples]
@@ -640,7 +628,20 @@ def test_what_passes_through_the_controller_does_not_grow_with_responses(
     monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
     """Everything said between the pool and its workers in the life of a step; blocks of tokens travel as references."""
-    call, passed = LocalHandle.call, 0
+    call, stream, passed = LocalHandle.call, LocalHandle.stream, 0
+
+    async def counted_stream(handle: LocalHandle, method: str, report: Any, args: Any, kwargs: Any) -> Any:
+        nonlocal passed
+
+        def listen(each: Any) -> None:
+            nonlocal passed
+            passed += len(pickle.dumps(each)) * isinstance(handle._worker, RolloutWorker)
+            report(each)
+
+        result = await stream(handle, method, listen, args, kwargs)
+        if isinstance(handle._worker, RolloutWorker):
+            passed += len(pickle.dumps((args, kwargs, result)))
+        return result
 
     async def counted(handle: LocalHandle, method: str, args: Any, kwargs: Any) -> Any:
         nonlocal passed
@@ -665,6 +666,7 @@ def test_what_passes_through_the_controller_does_not_grow_with_responses(
         return passed
 
     monkeypatch.setattr(LocalHandle, "call", counted)
+    monkeypatch.setattr(LocalHandle, "stream", counted_stream)
     short, long = go(step(10)), go(step(5_000))
     assert short > 1_000
     assert abs(long - short) < 5_000  # some reports more or less; the tokens would be 600,000
@@ -889,8 +891,12 @@ def test_a_worker_that_does_not_answer_is_reported_and_does_not_get_leases(error
         if error == "died":
             run.crew.kill(0)
         else:
-            run.pool._workers.deadline_s = 5.0
-            run.crew.handles[0].call = lambda *call: asyncio.sleep(10**4)  # type: ignore[method-assign]
+
+            async def hang(*call: Any) -> None:
+                await asyncio.sleep(5)
+                raise CallTimedOut("rollout[0]", "a poll for results", 5)
+
+            run.crew.handles[0].stream = hang  # type: ignore[method-assign]
         groups = [run.group(index) for index in range(3)]
         await asyncio.gather(*(run.start(group) for group in groups))
         assert {s.state for group in groups for s in group} == {"scored"}

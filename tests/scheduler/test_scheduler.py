@@ -466,7 +466,7 @@ def test_a_step_of_the_first_to_finish_leaves_the_rest_and_their_tasks_come_agai
         slow = {1, 3}
         run = await setting(
             spread,
-            lambda s: 50 if s.group in slow else 0.1,
+            lambda s: 50 if s.group in slow else 0.1 + s.group / 1000,
             groups_per_step=4,
             group_size=2,
             oversample=0.5,
