@@ -1,7 +1,7 @@
 """Episodes and demonstrations in small worlds, none of which is in both splits.
 
-Different seeds can generate the same small world: of the lakes of 256 seeds, 215 are among those of 3000 others. The world
-that a seed generates therefore decides whether it is held out, not the seed.
+Different seeds can generate the same small world: of the lakes of 256 seeds, 215 are among those of 3000 others. The
+world that a seed generates therefore decides whether it is held out, not the seed.
 """
 
 from __future__ import annotations
