@@ -37,7 +37,7 @@ TABLE = {
     re.findall(r"`(\w+)`", name)[0]: pieces
     for name, *pieces in rows(
         *("algorithm", "baseline", "scale", "credit", "loss", "ratio", "aggregation"),
-        *("KL", "clip low / high", "besides"),
+        *("KL", "clip low / high", "also"),
     )
 }
 REFUSED = [written.strip("`") for written, _ in rows("written", "why")]
@@ -52,7 +52,7 @@ DEFAULTS = [
 
 def settings_of(pieces: list[str]) -> dict[str, Any]:
     """What a row of the table says, as settings."""
-    baseline, scale, credit, loss, ratio, aggregation, kl, clip, besides = pieces
+    baseline, scale, credit, loss, ratio, aggregation, kl, clip, also = pieces
     said: dict[str, Any] = {"baseline": baseline, "scale": scale, "credit": credit, "loss": loss}
     said |= {"aggregation": aggregation, "kl_coef": 0.0}
     if ratio != UNUSED:
@@ -62,7 +62,7 @@ def settings_of(pieces: list[str]) -> dict[str, Any]:
     if kl != UNUSED:
         coef, said["kl_estimator"], _, said["kl_in"] = kl.split()
         said["kl_coef"] = float(coef)
-    for setting in re.findall(r"`(.*?)`", besides):
+    for setting in re.findall(r"`(.*?)`", also):
         said |= yaml.safe_load(setting)
     return said
 
