@@ -28,7 +28,7 @@ from roll.sandbox import Limits, MissingLevel, Sandbox
 PROBES: tuple[Attack, ...] = (*attacks_on_processes.PROBES, *attacks_on_files.PROBES)
 UNSEEN: tuple[Attack, ...] = tuple(
     Attack(
-        f"memory that no process is seen to hold: {name}",
+        f"memory that belongs to no process: {name}",
         "memory",
         source.replace('print("held"', 'print("escaped: held"'),
         frozenset({"calls"}),

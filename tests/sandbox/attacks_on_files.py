@@ -64,7 +64,7 @@ for path in (PUBLIC, '/home', '/root', f'/proc/{RUN}/fd', f'/proc/{RUN}/root', f
         "files",
     ),
     _probe(
-        "a name for a file of the run in its own folder",
+        "links to files of the run from its own folder",
         "files",
         """
 for path in (PUBLIC + '/checkpoint', '/usr/bin/env'): tried(path, os.link, path, 'mine')
@@ -75,7 +75,7 @@ tried('up', lambda: open('../' * 40 + PUBLIC + '/checkpoint', 'w').close())
         "files",
     ),
     _probe(
-        "its own folder as a way out",
+        "leaving its own folder",
         "files",
         """
 for path in ('/proc/self/root', '/proc/self/cwd/..', '/proc/1/root', '/proc/self/fd/0', '..'):
@@ -128,7 +128,7 @@ for fd, path in own:
 """,
     ),
     _probe(
-        "holding up who opens a file (leases)",
+        "blocking processes that open a file (leases)",
         "files",
         """
 open('mine', 'w').close()
@@ -184,7 +184,7 @@ for family, kind in ((2, 3), (17, 3), (16, 3), (40, 1), (38, 5), (1, 5), (44, 2)
         "network",
     ),
     _probe(
-        "serving connections",
+        "listening for connections",
         "network",
         """
 one, other = socket.socketpair()
@@ -193,7 +193,7 @@ for act in (lambda: one.bind('\\0mine'), lambda: one.listen(), lambda: [socket.c
         "network",
     ),
     _probe(
-        "descriptors that travel through sockets",
+        "file descriptors sent through sockets",
         "network",
         """
 one, other = socket.socketpair()

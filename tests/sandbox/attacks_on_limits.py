@@ -104,7 +104,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
         slow=True,
     ),
     _bomb(
-        "stopping and killing what is above",
+        "stopping and killing ancestor processes",
         "time and output",
         """
 for pid in ABOVE:
@@ -188,7 +188,7 @@ time.sleep(0.2)
         slow=True,
     ),
     _bomb(
-        "processes that come and go",
+        "short-lived processes",
         "time and output",
         """
 while True:
@@ -245,7 +245,7 @@ held(sum(fill(os.open(f'f{n}', os.O_CREAT | os.O_WRONLY), 1 << 20) for n in rang
 """,
     ),
     _filling(
-        "files without a name",
+        "unnamed open files",
         """
 size = 0
 for n in range(64):
@@ -266,7 +266,7 @@ held(size)
 """,
     ),
     _filling(
-        "files without a name, mapped",
+        "unnamed files, mapped",
         """
 size, kept = 0, []
 for n in range(64):
@@ -279,7 +279,7 @@ held(size)
 """,
     ),
     _filling(
-        "files without a name, in a thread with descriptors of its own",
+        "unnamed files, in a thread with its own descriptors",
         """
 def more():
   size = 0
@@ -291,7 +291,7 @@ worker = threading.Thread(target=more); worker.start(); worker.join()
 """,
     ),
     _filling(
-        "files without a name, in many processes",
+        "unnamed files, in many processes",
         """
 def more(n):
  size = 0
@@ -306,7 +306,7 @@ if codes.count(1) > 3: print('escaped: holds', codes)
 """,
     ),
     _filling(
-        "files without a name, on their way through a socket",
+        "unnamed files in flight through a socket",
         """
 one, other = socket.socketpair()
 size = 0
@@ -334,7 +334,7 @@ held(size)
 """,
     ),
     _filling(
-        "folders that nobody can read",
+        "unreadable folders",
         """
 size = 0
 for mode in (0o300, 0o100, 0):
@@ -357,7 +357,7 @@ held(size)
 """,
     ),
     _filling(
-        "51,444 folders in one another",
+        "51,444 nested folders",
         """
 n = 0
 try:
@@ -399,7 +399,7 @@ held(size)
 """,
     ),
     _filling(
-        "a file with holes",
+        "a sparse file",
         """
 file = os.open('f', os.O_CREAT | os.O_WRONLY)
 try: os.truncate(file, 1 << 40); print('escaped: a terabyte')
@@ -420,7 +420,7 @@ held(size)
         held_by=("calls",),
     ),
     _filling(
-        "names that are no text, pipes, sockets and closed folders, left behind",
+        "names that are not text, pipes, sockets and closed folders, left behind",
         """
 os.mkdir(b'\\xff\\xfe'); open(b'\\xff\\xfe/\\n\\x01', 'w').close(); os.mkfifo('pipe')
 os.mkdir('closed'); os.mkdir('closed/inner'); open('closed/inner/f', 'w').close()
@@ -432,7 +432,7 @@ print('made')
         slow=False,
     ),
     _filling(
-        "links that lead out, left behind",
+        "links to outside, left behind",
         """
 for n, path in enumerate((PUBLIC, PUBLIC + '/checkpoint', '/', '..', 'loop4')): os.symlink(path, f'loop{n}')
 os.mkdir('d'); os.symlink(PUBLIC, 'd/link'); os.fchmod(os.open('d', os.O_RDONLY), 0o300)
@@ -443,7 +443,7 @@ os.symlink(PUBLIC, 'link')
         slow=False,
     ),
     _filling(
-        "folders that come and go while they are counted",
+        "folders that appear and vanish while they are counted",
         """
 size = 0
 os.mkdir('z'); files = [os.open(f'z/f{n}', os.O_CREAT | os.O_WRONLY) for n in range(40)]

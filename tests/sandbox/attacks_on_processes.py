@@ -16,7 +16,7 @@ def _probe(
 
 PROBES = (
     _probe(
-        "writing into processes above, by /proc",
+        "writing into ancestor processes through /proc",
         "processes",
         """
 for pid in ABOVE:
@@ -24,7 +24,7 @@ for pid in ABOVE:
 """,
     ),
     _probe(
-        "reading the memory, maps and environment of processes above",
+        "reading the memory, maps and environment of ancestor processes",
         "processes",
         """
 for pid in ABOVE:
@@ -33,7 +33,7 @@ for pid in ABOVE:
 """,
     ),
     _probe(
-        "writing into the run, by /proc",
+        "writing into the run through /proc",
         "processes",
         """
 for pid in (RUN, PARENT, VICTIM): tried(pid, opened, f'/proc/{pid}/mem', os.O_RDWR)
@@ -42,7 +42,7 @@ for pid in (RUN, PARENT, VICTIM): tried(pid, opened, f'/proc/{pid}/mem', os.O_RD
         "user",
     ),
     _probe(
-        "tracing processes above",
+        "tracing ancestor processes",
         "processes",
         """
 for pid in ABOVE:
@@ -73,7 +73,7 @@ for pid in OTHERS:
         "user",
     ),
     _probe(
-        "taking descriptors of others (pidfd_getfd)",
+        "taking file descriptors of other processes (pidfd_getfd)",
         "processes",
         """
 for pid in OTHERS:
@@ -84,7 +84,7 @@ for pid in OTHERS:
         "user",
     ),
     _probe(
-        "advising and releasing memory of others",
+        "advising and releasing memory of other processes",
         "processes",
         """
 for pid in OTHERS:
@@ -97,7 +97,7 @@ for pid in OTHERS:
         "user",
     ),
     _probe(
-        "comparing and moving memory of others",
+        "comparing and moving memory of other processes",
         "processes",
         """
 for pid in OTHERS:
@@ -120,7 +120,7 @@ for pid in OTHERS:
         "user",
     ),
     _probe(
-        "other settings of others in /proc",
+        "further settings of other processes in /proc",
         "processes",
         """
 for pid in OTHERS:
@@ -132,7 +132,7 @@ for pid in OTHERS:
         "user",
     ),
     _probe(
-        "limits of others (prlimit)",
+        "limits of other processes (prlimit)",
         "processes",
         """
 for pid in OTHERS:
@@ -143,7 +143,7 @@ for pid in OTHERS:
         "user",
     ),
     _probe(
-        "processors of others (sched_setaffinity)",
+        "CPU affinity of other processes (sched_setaffinity)",
         "processes",
         """
 for pid in OTHERS: tried(pid, lambda: os.sched_setaffinity(pid, os.sched_getaffinity(pid)))
@@ -152,7 +152,7 @@ for pid in OTHERS: tried(pid, lambda: os.sched_setaffinity(pid, os.sched_getaffi
         "user",
     ),
     _probe(
-        "priority of others (setpriority)",
+        "priority of other processes (setpriority)",
         "processes",
         """
 for pid in OTHERS: tried(pid, lambda: os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, pid)))
@@ -172,7 +172,7 @@ for which, who in ((os.PRIO_USER, 0), (os.PRIO_USER, os.getuid()), (os.PRIO_PGRP
         "user",
     ),
     _probe(
-        "priority of others for disks (ioprio_set)",
+        "disk priority of other processes (ioprio_set)",
         "processes",
         """
 for pid in OTHERS: tried(pid, call, 'ioprio_set', 1, pid, 3 << 13 | 7)
@@ -181,7 +181,7 @@ if not {os.getuid()} & {0}: tried('user', call, 'ioprio_set', 3, os.getuid(), 2 
         "calls",
     ),
     _probe(
-        "scheduling of others",
+        "scheduling of other processes",
         "processes",
         """
 for pid in OTHERS:
@@ -329,7 +329,7 @@ tried('aio', call, 'io_setup', 1, bytes(8))
         "calls",
     ),
     _probe(
-        "faults of its own (userfaultfd)",
+        "user-space page faults (userfaultfd)",
         "kernel",
         """
 for how in (0, 1): tried(how, call, 'userfaultfd', how)
@@ -337,7 +337,7 @@ for how in (0, 1): tried(how, call, 'userfaultfd', how)
         "calls",
     ),
     _probe(
-        "keys of the kernel",
+        "kernel keyrings",
         "kernel",
         """
 tried('add', call, 'add_key', b'user', b'name', b'value', 5, -3)
@@ -356,7 +356,7 @@ for path in ('/dev/kmsg', '/proc/kmsg'): tried(path, opened, path, os.O_RDONLY |
         "calls",
     ),
     _probe(
-        "files by their handles",
+        "opening files by handle",
         "kernel",
         """
 tried('handle', call, 'open_by_handle_at', -100, bytes(136), 0)
@@ -364,7 +364,7 @@ tried('handle', call, 'open_by_handle_at', -100, bytes(136), 0)
         "calls",
     ),
     _probe(
-        "shared memory, messages and semaphores of the system",
+        "System V shared memory, messages and semaphores",
         "kernel",
         """
 tried('shm', call, 'shmget', 0, 4096, 0o1600)
@@ -376,7 +376,7 @@ tried('shmctl', call, 'shmctl', 0, 13, bytes(256))
         "calls",
     ),
     _probe(
-        "files in memory that no limit counts",
+        "in-memory files (memfd)",
         "kernel",
         """
 tried('memfd', call, 'memfd_create', b'x', 0)
@@ -385,7 +385,7 @@ tried('secret', call, 'memfd_secret', 0)
         "calls",
     ),
     _probe(
-        "watches, of which a user has a number",
+        "file watches, which are limited per user (inotify, fanotify)",
         "kernel",
         """
 tried('inotify', call, 'inotify_init1', 0)
@@ -394,7 +394,7 @@ tried('fanotify', call, 'fanotify_init', 0, 0)
         "calls",
     ),
     _probe(
-        "system calls by another numbering: i386",
+        "system calls of another numbering: i386",
         "kernel",
         """
 page = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=7)
@@ -406,7 +406,7 @@ if ctypes.CFUNCTYPE(ctypes.c_int)(start)() > 0: escaped('getpid')
         machines=("x86_64",),
     ),
     _probe(
-        "system calls by another numbering: x32",
+        "system calls of another numbering: x32",
         "kernel",
         """
 for number in (39, 521, 540): tried(number, libc.syscall, ctypes.c_long(0x40000000 | number))
@@ -415,7 +415,7 @@ for number in (39, 521, 540): tried(number, libc.syscall, ctypes.c_long(0x400000
         machines=("x86_64",),
     ),
     _probe(
-        "system calls that are not known yet",
+        "unknown system call numbers",
         "kernel",
         """
 for number in (471, 500, 512, 521, 547): tried(number, libc.syscall, ctypes.c_long(number))

@@ -102,7 +102,7 @@ def pairs():
             except OSError: pass
 share(12, pairs)
 """,
-    "sockets of processes that nobody can look into": _FILL
+    "sockets of processes that cannot be inspected": _FILL
     + """
 import shutil, subprocess
 shutil.copyfile(os.path.realpath(sys.executable), "python")
@@ -127,7 +127,7 @@ while taken < GOAL:
             except OSError: pass
         taken += fill(end.fileno())
 """,
-    "sockets that are under way in sockets": _FILL
+    "sockets in flight within sockets": _FILL
     + """
 def nest():
     taken = 0
@@ -160,7 +160,7 @@ for n in range(GOAL // 5000): os.symlink("x" * 4000, f"l{n}")
     "empty files": """
 for n in range(GOAL // 1000): os.close(os.open(f"f{n}", os.O_CREAT))
 """,
-    "one file of many names": """
+    "one file with many names": """
 os.close(os.open("first", os.O_CREAT))
 for n in range(GOAL // 250): os.link("first", f"{n}" + "x" * 200)
 """,
@@ -181,7 +181,7 @@ def tables():
         ctypes.string_at(at, 1)
 share(6, tables)
 """,
-    "pages in pipes that nobody maps": """
+    "unmapped pages in pipes": """
 libc.vmsplice.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
 def gift():
     taken, huge = 0, 2 << 20
