@@ -46,7 +46,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Row:
-    """A run of an example. `whole_cpu_minutes` is an estimate for all planned steps where fewer were trained; `before` and
+    """A run of an example. `whole_cpu_minutes` estimates all planned steps where fewer were trained; `before` and
     `after` are held-out rewards."""
 
     name: str
