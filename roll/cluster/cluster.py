@@ -218,19 +218,18 @@ class Cluster(Generic[W]):
         call = self._call(self._handles[rank], method, args, kwargs)
         return (await self._await_group({rank: call}))[0] if self.is_group else await call
 
-    async def stream_rank(
+    def stream_rank(
         self,
         rank: int,
         method: Callable[Concatenate[W, Callable[[S], None], P], Awaitable[R]],
         report: Callable[[S], None],
         *args: P.args,
         **kwargs: P.kwargs,
-    ) -> R:
+    ) -> Coroutine[Any, Any, R]:
         """Calls a batched `@dispatch` method on one worker, which reports while it runs: `report` gets each report. The
         call has no deadline of its own: it ends with its result, with the worker's death, or when its caller is
         cancelled."""
-        result: R = await self._handles[rank].stream(method.__name__, report, args, kwargs)
-        return result
+        return self._handles[rank].stream(method.__name__, report, args, kwargs)
 
     async def _call(self, handle: Handle, method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         limit, key = asyncio.timeout(self.deadline_s), object()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -137,11 +137,11 @@ class LocalHandle:
         # waits: `Cluster` bounds every call
         return await result if inspect.isawaitable(result) else result
 
-    async def stream(
+    def stream(
         self, method: str, report: Callable[[Any], None], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        # waits: the caller has a deadline
-        return await getattr(self._worker, method)(report, *args, **kwargs)
+    ) -> Coroutine[Any, Any, Any]:
+        call: Coroutine[Any, Any, Any] = getattr(self._worker, method)(report, *args, **kwargs)
+        return call
 
     async def end(self, deadline_s: float) -> None:
         """Does nothing: the worker ends with this process."""

@@ -1,27 +1,30 @@
 """The asyncio tasks that run open groups until all of their samples are judged.
 
-Invariants: a group has at most one running task; a cancelled task never calls `judge`; after `halt` no task starts.
+Invariants: a group has at most one running task; a cancelled task never calls `on_judged`; after `halt` no task starts.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 from roll.data.sample import Group
+from roll.rollout.lifecycle import Lifecycle
+from roll.scheduler.rollout_pool import RolloutPool
 
 
 class GroupTasks:
     def __init__(
         self,
-        run_group: Callable[[Group], Coroutine[Any, Any, None]],
+        pool: RolloutPool,
+        lifecycle: Lifecycle,
         on_judged: Callable[[Group], None],
         on_end: Callable[[Exception | None], None],
     ) -> None:
-        """`carry` runs a group and returns when its samples are judged; then `judge` is called. `over` is called whenever
-        a task ends, with its error or None."""
-        self._run_group = run_group
+        """`on_judged` is called when all samples of a group are judged, `on_end` whenever a task ends, with its error or
+        None."""
+        self._pool = pool
+        self._lifecycle = lifecycle
         self._on_judged = on_judged
         self._on_end = on_end
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -56,7 +59,9 @@ class GroupTasks:
         try:
             if after is not None:
                 await asyncio.wait([after])  # waits: it was cancelled
-            await self._run_group(group)
+            samples = [sample for sample in group.samples if sample.state == "queued"]
+            key, index = str(group.index), group.index
+            await self._pool.run(key, samples, self._lifecycle, priority=group.priority, fifo_key=index)
             if self._tasks.get(group.index) is current:
                 self._on_judged(group)
         except Exception as error:

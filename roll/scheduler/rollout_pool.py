@@ -178,7 +178,7 @@ class RolloutPool:
             if self._by_sample.get(transition.sample) is lease:
                 self._apply_transition(lease, lease.samples[transition.sample], transition)
 
-        call = self._in_background(self._workers.stream_rank(worker, RolloutWorker.run, apply, message))
+        call = asyncio.create_task(self._workers.stream_rank(worker, RolloutWorker.run, apply, message))
         call.add_done_callback(_retrieve_error)
         ends: list[asyncio.Future[Any]] = [call, lease.failure]
         try:

@@ -91,7 +91,7 @@ class RolloutScheduler:
         self._batch_policy = BatchPolicy()
         self._policy = PolicyRunner(policy, config.policy, SchedulerControl(self, self._batch_selector))
         self._stepping = False
-        self._group_tasks = GroupTasks(self._run_group, self._group_judged, self._group_task_ended)
+        self._group_tasks = GroupTasks(pool, lifecycle, self._group_judged, self._group_task_ended)
         self._changed = asyncio.Event()
         self._error: Exception | None = None
         self._kills: dict[str, float] = {}
@@ -346,10 +346,6 @@ class RolloutScheduler:
     def _quarantine(self, task: Task) -> str:
         kills, most = self._kills.get(task.id, 0.0), self._config.quarantine_after
         return f"quarantined: it has killed or hung {kills:g} workers" if kills >= most - 1e-6 else ""
-
-    async def _run_group(self, group: Group) -> None:
-        samples = [sample for sample in group.samples if sample.state == "queued"]
-        await self._pool.run(str(group.index), samples, self._lifecycle, priority=group.priority, fifo_key=group.index)
 
     def _group_task_ended(self, error: Exception | None) -> None:
         self._error = self._error or error

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from roll.cluster import Dispatch, WorkerPlacement, dispatch
 from roll.config.schema import Config
@@ -69,6 +69,7 @@ class InferWorker(DeviceWorker):
         self._running: dict[str, deque[_Running]] = {}
         """By id, the requests whose completions are still to come, in this order; all but the last of an id are over."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        """By method, the tasks that run while there are requests."""
 
     @dispatch(Dispatch.ALL)
     async def load_weights(self, weights: Weights) -> None:
@@ -118,8 +119,9 @@ class InferWorker(DeviceWorker):
         """Generates one response, and reports its new tokens every `PROGRESS_S`. `key` begins with the client's name and
         is used once. Cancelling this coroutine aborts the request."""
         running = self._submit(report, key, request)
-        self._keep_running("results", self._deliver_results)
-        self._keep_running("progress", self._report_progress)
+        for work in (self._deliver_results, self._report_progress):
+            if (task := self._tasks.get(work.__name__)) is None or task.done():
+                self._tasks[work.__name__] = asyncio.create_task(work())
         try:
             # waits: the caller has a deadline
             return await running.completion
@@ -139,10 +141,6 @@ class InferWorker(DeviceWorker):
             raise RequestRejected(str(error)) from None
         self._running.setdefault(request.id, deque()).append(running)
         return running
-
-    def _keep_running(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        if name not in self._tasks or self._tasks[name].done():
-            self._tasks[name] = asyncio.create_task(work())
 
     @dispatch(Dispatch.ONE, batched=True)
     def abort(self, keys: Sequence[str]) -> None:
