@@ -22,7 +22,7 @@ from roll.data import Batch
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "algorithms.md").read_text(encoding="utf-8")
 CONFIGS = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-FILES = dict(re.findall(r"^Save this as `(\S+)`:\n\n```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
+FILES = dict(re.findall(r"^<!-- cpu file=(\S+) -->\n```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
 UNUSED = "–"
 
 

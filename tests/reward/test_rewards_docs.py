@@ -24,7 +24,7 @@ from roll.run import Metrics, RunFolder
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "rewards.md").read_text(encoding="utf-8")
 CONFIGS = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-FILES = dict(re.findall(r"Save this as `(\S+)`:\n\n```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
+FILES = dict(re.findall(r"^<!-- cpu file=(\S+) -->\n```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
 SECTIONS = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##)", PAGE, re.DOTALL | re.MULTILINE))
 ELSEWHERE = {"code", "reasoning_gym"}
 """Rewards on other pages: the sandbox's, and that of tasks."""
