@@ -5,8 +5,8 @@
     python benchmarks/examples.py quickstart --steps 3             the first steps, and an estimate of the whole run
 
 CPU minutes are those of all processes of a run and change little with what else the machine does; minutes are wall time
-and do. Memory is the largest sum of the processes' PSS (pages that processes share count once), read once per
-second.
+and do. Memory is the largest sum of the processes' PSS (pages that processes share count once), read every
+two seconds.
 An example that begins with the result of another one needs that one's run in the folder (`runs/sft` for sft_then_rl):
 name both, or use `--folder` with a folder where it ran before.
 """
@@ -61,7 +61,7 @@ class Row:
 
 
 class Meter(threading.Thread):
-    """Looks once per second at a process and all that descend from it."""
+    """Looks every two seconds at a process and all that descend from it."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -69,7 +69,7 @@ class Meter(threading.Thread):
         self._cpu_s: dict[tuple[int, float], float] = {}
 
     def run(self) -> None:
-        while not self._ended.wait(1.0):
+        while not self._ended.wait(2.0):
             self.look()
 
     def look(self) -> float:
