@@ -371,19 +371,3 @@ def test_the_readme_trains_a_hub_model_in_eight_lines(monkeypatch: pytest.Monkey
     exec(code[1], {})
     assert made[0].config.reward.name == "math"
     assert made[0].objects == {}
-
-
-def test_the_readme_names_settings_that_exist_beside_those_of_trl() -> None:
-    table = README[README.index("| TRL (`GRPOConfig`") :].partition("\n\n")[0]
-    rows = [row.split("|")[2] for row in table.splitlines()[2:]]
-    named = {
-        re.sub(r"NAME|:.*", lambda m: "right" if m[0] == "NAME" else "", name)
-        for row in rows
-        for name in re.findall(r"`([^`]+)`", row)
-    }
-    named -= {"reward.parts.right.weight"}
-    assert len(named) > 20
-    for name in named:
-        found: Any = load_config({})
-        for part in name.split("."):
-            found = getattr(found, part)

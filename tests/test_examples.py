@@ -1,14 +1,10 @@
-"""The examples and the README do what they say."""
+"""The examples do what they say."""
 
 from __future__ import annotations
 
-import ast
 import importlib.util
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -23,15 +19,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 NAMES = sorted(str(path.relative_to(EXAMPLES).with_suffix("")) for path in EXAMPLES.rglob("*.yaml"))
 ALGORITHMS = sorted((EXAMPLES / "algorithms").glob("*.yaml"))
-README = ROOT / "README.md"
-
-BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text() if README.is_file() else "", re.DOTALL | re.MULTILINE)
-SCRIPTS = [block for block in BLOCKS if "import roll" in block]
-EXCERPTS = [block for block in BLOCKS if "import roll" not in block]
-
-
-def _title(block: str) -> str:
-    return block.strip().splitlines()[-1].strip()[:40]
+BY_HAND = ROOT / "docs" / "tutorials" / "by_hand.md"
 
 
 @pytest.fixture
@@ -196,20 +184,5 @@ def test_the_tiny_example_learns(checkout: Path, steps: int, accuracy: float) ->
     assert summary["run"] == str(checkout / "runs" / "tiny")
 
 
-def test_the_pipeline_in_the_readme_is_the_example() -> None:
-    assert (EXAMPLES / "by_hand.py").read_text() in (EXAMPLES.parent / "README.md").read_text()
-
-
-@pytest.mark.parametrize("block", EXCERPTS, ids=_title)
-def test_excerpts_in_the_readme_are_python(block: str) -> None:
-    compile(block, "README.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("block", SCRIPTS, ids=_title)
-def test_the_scripts_of_the_readme_run_as_pasted(checkout: Path, block: str) -> None:
-    (checkout / "pasted.py").write_text(block)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "pasted.py"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_loop_on_the_page_is_the_example() -> None:
+    assert (EXAMPLES / "by_hand.py").read_text() in BY_HAND.read_text()

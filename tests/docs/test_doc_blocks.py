@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import shlex
 import shutil
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import thorough
 import typer
 import yaml
 from doc_blocks import CODE, OUTPUT, PAGES, PLACES, ROOT, Block, blocks_of, parse_blocks
-from doc_runs import prepare, run_page
+from doc_runs import prepare, run, run_page
 
 from roll.cli.commands import app
 from roll.config import load_config
@@ -139,8 +140,16 @@ def test_cpu_blocks_run(page: str, prepared: Path, tmp_path: Path) -> None:
     assert run_page(page, tmp_path / "checkout") > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [each for each in of("python") if each.values[0].place == "slow"])
+def test_slow_python_runs(block: Block, prepared: Path, tmp_path: Path) -> None:
+    shutil.copytree(prepared, tmp_path / "checkout", symlinks=True)
+    (tmp_path / "checkout" / "pasted.py").write_text(block.text)
+    run(tmp_path / "checkout", [sys.executable, "pasted.py"], str(block))
+
+
 def test_blocks_are_found_with_their_marks() -> None:
-    text = "a\n<!-- cpu file=a.py -->\n```python\nx = 1\n```\n\n    <!-- cpu -->\n    ```bash\n    none\n    ```\n\n```text\n```\n"
+    text = "a\n<!-- cpu file=a.py -->\n```python\nx = 1\n```\n\n    <!-- cpu -->\n    ```bash\n    ```\n\n```text\n```\n"
     first, second = parse_blocks(text, "page.md")
     assert (first.line, first.language, first.place, first.value("file")) == (3, "python", "cpu", "a.py")
     assert (first.text, second.place, second.text) == ("x = 1\n", None, "\n")
