@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "pipeline"))
+sys.path += [str(Path(__file__).parents[1] / "tests" / folder) for folder in ("pipeline", "")]
 from cluster_faults import PHASES, PLANS, VICTIMS, Cell, Outcome, Plan, assert_same_ending, endure, undisturbed
 from common import parser, report
 from small_runs import Remains

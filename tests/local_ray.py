@@ -1,4 +1,4 @@
-"""Ray on this machine, started once for all tests of a process that need no cluster of their own."""
+"""Ray on this machine: one for all tests of a process that need no cluster of their own, and clusters of nodes."""
 
 from __future__ import annotations
 
@@ -25,3 +25,22 @@ def stop() -> None:
     """Stops it, for a test that starts or joins a cluster itself."""
     while _started:
         _started.pop().disconnect()
+
+
+def start_nodes(count: int, **node: Any) -> Any:
+    """A cluster of `count` nodes on this machine, each with the arguments `node`. Ray gives a node 30 s to start, which may
+    be too little beside other tests: there are three tries."""
+    from ray.cluster_utils import Cluster
+
+    for tries_left in (2, 1, 0):
+        cluster = Cluster()
+        try:
+            for _ in range(count):
+                cluster.add_node(**node)
+        except Exception:
+            cluster.shutdown()
+            if not tries_left:
+                raise
+        else:
+            return cluster
+    raise AssertionError("the last try raises or returns")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from local_ray import start_nodes
 
 from roll.config.schema import RayConfig
 from roll.config.user_code import SENT_FOLDER, load_user_code
@@ -19,9 +20,8 @@ pytestmark = pytest.mark.ray
 def address(own_cluster: None) -> Iterator[str]:
     """A cluster on this machine, of whose folders a run knows nothing."""
     import ray
-    from ray.cluster_utils import Cluster as RayCluster
 
-    nodes = RayCluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 10**8})
+    nodes = start_nodes(1, num_cpus=1, object_store_memory=10**8)
     yield nodes.address
     ray.shutdown()
     nodes.shutdown()

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
+from local_ray import start_nodes
 
 from roll.cluster import Cluster, Dispatch, Worker, WorkerPlacement, dispatch
 from roll.cluster.ray_executor import RayExecutor
@@ -43,12 +44,10 @@ class Settler(Worker):
 def two_nodes(own_cluster: None) -> Iterator[str]:
     """The address of a cluster of two nodes of one core each."""
     from ray import cloudpickle
-    from ray.cluster_utils import Cluster as RayCluster
 
     here = sys.modules[__name__]
     cloudpickle.register_pickle_by_value(here)  # workers cannot import a test
-    nodes = RayCluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 10**8})
-    nodes.add_node(num_cpus=1, object_store_memory=10**8)
+    nodes = start_nodes(2, num_cpus=1, object_store_memory=10**8)
     yield nodes.address
     nodes.shutdown()
     cloudpickle.unregister_pickle_by_value(here)

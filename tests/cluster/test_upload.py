@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from local_ray import start_nodes
 
 from roll.cluster.upload import excluded, too_large_error
 
@@ -92,7 +93,6 @@ def test_an_exported_model_in_the_folder_does_not_stop_a_run_on_a_cluster(
     own_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import ray
-    from ray.cluster_utils import Cluster as RayCluster
 
     from roll.cluster import ray_connection
     from roll.config import UserError
@@ -101,7 +101,7 @@ def test_an_exported_model_in_the_folder_does_not_stop_a_run_on_a_cluster(
     put(tmp_path / "model" / "model.safetensors", 600 * MIB)
     put(tmp_path / "code.py")
     monkeypatch.chdir(tmp_path)
-    nodes = RayCluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 10**8})
+    nodes = start_nodes(1, num_cpus=1, object_store_memory=10**8)
     try:
         ray_connection.connect(RayConfig(address=nodes.address), str(tmp_path))
         ray.shutdown()

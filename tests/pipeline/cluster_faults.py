@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 import psutil
+from local_ray import start_nodes
 from small_runs import EXACT, TINY, Child, Remains, start_roll
 from worker_gates import FOLDER, Gate, Gates
 
@@ -170,19 +171,11 @@ class FaultyCluster:
     """Nodes on this machine, which can be lost."""
 
     def __init__(self, nodes: int, folder: Path) -> None:
-        from ray.cluster_utils import Cluster as RayCluster
-
         self.gates = Gates(folder)
         folder.mkdir()
         here, path = str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")
         with _environment({FOLDER: str(folder), "PYTHONPATH": f"{here}:{path}", "OMP_NUM_THREADS": "1"}):
-            self._cluster = RayCluster()
-            try:
-                for _ in range(nodes):
-                    self._cluster.add_node(num_cpus=2, object_store_memory=80 * 2**20, include_dashboard=False)
-            except BaseException:
-                self._cluster.shutdown()
-                raise
+            self._cluster = start_nodes(nodes, num_cpus=2, object_store_memory=80 * 2**20, include_dashboard=False)
         # As a run counts them: its own first, which is the head, then by their ids.
         self._nodes = [self._cluster.head_node, *sorted(self._cluster.worker_nodes, key=lambda node: node.node_id)]
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from local_ray import start_nodes
 from small_runs import ONE, TINY, Remains, start_roll
 
 RAY = ("executor=ray", "ray.start_deadline_s=600", "ray.call_deadline_s=600")
@@ -17,11 +18,7 @@ RAY = ("executor=ray", "ray.start_deadline_s=600", "ray.call_deadline_s=600")
 @pytest.fixture
 def three_nodes(own_cluster: None) -> Iterator[str]:
     """A cluster of three nodes of one core each, on this machine."""
-    from ray.cluster_utils import Cluster as RayCluster
-
-    nodes = RayCluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 10**8})
-    for _ in range(2):
-        nodes.add_node(num_cpus=1, object_store_memory=10**8)
+    nodes = start_nodes(3, num_cpus=1, object_store_memory=10**8)
     yield nodes.address
     nodes.shutdown()
 
