@@ -66,6 +66,7 @@ docs: install
 	$(BIN)/python -m roll.config.reference > docs/reference/config.md
 	$(BIN)/python -m roll.cli.reference > docs/reference/cli.md
 	$(BIN)/python -m roll.scheduler.render_lifecycle > docs/images/lifecycle.svg
+	$(BIN)/python docs/images/figures.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 clean:

@@ -2,7 +2,9 @@
 
 `python -m roll.scheduler.render_lifecycle > docs/images/lifecycle.svg` writes it (`make docs`).
 
-The diagram has exactly the transitions of the table; a test compares the file with it.
+The diagram has exactly the transitions of the table; a test compares the file with it. Transitions of a sample that makes
+progress are arrows. Those to `queued`, `failed` and `dropped` are marks in the box of the state they begin in, because as
+arrows they would cover the others.
 """
 
 from __future__ import annotations
@@ -10,62 +12,65 @@ from __future__ import annotations
 from roll.rollout.lifecycle import MOVES
 
 _POSITIONS = {
-    "new": (60, 170),
-    "queued": (190, 170),
-    "generating": (370, 170),
-    "acting": (370, 50),
-    "paused": (370, 290),
-    "scoring": (560, 170),
-    "scored": (700, 170),
-    "kept": (830, 170),
-    "trained": (960, 170),
-    "failed": (560, 390),
-    "dropped": (830, 390),
+    "new": (80, 45),
+    "queued": (80, 155),
+    "acting": (265, 45),
+    "generating": (265, 155),
+    "paused": (265, 265),
+    "scoring": (480, 155),
+    "scored": (630, 155),
+    "kept": (780, 155),
+    "trained": (925, 155),
+    "failed": (80, 415),
+    "dropped": (80, 490),
 }
-_WIDTH, _HEIGHT = 1030, 440
-_HALF_W, _HALF_H = 48, 17
-_COLOURS = {"queued": "#b7791f", "failed": "#c53030", "dropped": "#718096"}
+_WIDTH, _HEIGHT = 1000, 535
+_HALF_W, _HALF_H = 62, 31
 _FORWARD = "#2b6cb0"
+_MARKS = {"queued": ("#b7791f", -24), "failed": ("#c53030", 0), "dropped": ("#4a5568", 24)}
+"""The colour of a mark, and where it is in a box, from the middle."""
 _ENDS = {"trained": "#c6f6d5", "dropped": "#edf2f7", "failed": "#fed7d7"}
+_LEGEND = {
+    "queued": "back to queued: its engine or worker died, or an attempt is left",
+    "failed": "cannot be generated or judged",
+    "dropped": "filtered out, or too late",
+}
+_FONT = "DejaVu Sans, Verdana, Helvetica, sans-serif"
 
 
 def render_lifecycle() -> str:
     """The diagram as SVG."""
     moves = [(start, end) for start, ends in MOVES.items() for end in sorted(ends)]
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
-        'font-family="sans-serif" font-size="14">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="{_FONT}" font-size="18">',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        *(_marker(colour) for colour in dict.fromkeys([_FORWARD, *_COLOURS.values()])),
-        *(_arrow(start, end) for start, end in moves),
+        '<marker id="forward" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+        f'<path d="M0 0 L8 4 L0 8 z" fill="{_FORWARD}"/></marker>',
+        *(_arrow(start, end) for start, end in moves if not _is_mark(start, end)),
         *(_box(state) for state in MOVES),
+        *(_mark(start, end) for start, end in moves if _is_mark(start, end)),
         *_legend(),
         "</svg>",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _colour(start: str, end: str) -> str:
-    return _FORWARD if start == "new" else _COLOURS.get(end, _FORWARD)
-
-
-def _marker(colour: str) -> str:
-    return (
-        f'<marker id="{colour[1:]}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-        f'<path d="M0 0 L8 4 L0 8 z" fill="{colour}"/></marker>'
-    )
+def _is_mark(start: str, end: str) -> bool:
+    return end in _MARKS and start != "new"
 
 
 def _arrow(start: str, end: str) -> str:
-    """A curve from box to box; the reverse transition is drawn on the other side."""
-    colour = _colour(start, end)
+    """A line from box to box; of two that lead both ways, and of one that would cross a box, a curve."""
     (x0, y0), (x1, y1) = _edge(start, end), _edge(end, start)
-    bend = 0.18 if end in _COLOURS or start in MOVES[end] else 0.0
+    bend = 0.25 if start in MOVES[end] and not _is_mark(end, start) else 0.0
+    if abs(_POSITIONS[start][1] - _POSITIONS[end][1]) > 200:  # past the box between them, on its right side
+        x0 = x1 = _POSITIONS[start][0] + _HALF_W
+        y0, y1 = _POSITIONS[start][1], _POSITIONS[end][1]
+        bend = 0.28
     cx, cy = (x0 + x1) / 2 - (y1 - y0) * bend, (y0 + y1) / 2 + (x1 - x0) * bend
-    dash = ' stroke-dasharray="5 4"' if end in _COLOURS and start != "new" else ""
     return (
-        f'<path d="M{x0:.0f} {y0:.0f} Q{cx:.0f} {cy:.0f} {x1:.0f} {y1:.0f}" fill="none" stroke="{colour}"'
-        f' stroke-width="1.4"{dash} marker-end="url(#{colour[1:]})"><title>{start} → {end}</title></path>'
+        f'<path d="M{x0:.0f} {y0:.0f} Q{cx:.0f} {cy:.0f} {x1:.0f} {y1:.0f}" fill="none" stroke="{_FORWARD}"'
+        f' stroke-width="2" marker-end="url(#forward)"><title>{start} → {end}</title></path>'
     )
 
 
@@ -80,23 +85,33 @@ def _edge(state: str, towards: str) -> tuple[float, float]:
 def _box(state: str) -> str:
     x, y = _POSITIONS[state]
     fill = _ENDS.get(state, "#ebf8ff")
+    baseline = y - 3 if any(_is_mark(state, end) for end in MOVES[state]) else y + 6
     return (
         f'<rect x="{x - _HALF_W}" y="{y - _HALF_H}" width="{2 * _HALF_W}" height="{2 * _HALF_H}" rx="8" fill="{fill}"'
-        f' stroke="#2d3748"/><text x="{x}" y="{y + 5}" text-anchor="middle">{state}</text>'
+        f' stroke="#2d3748"/><text x="{x}" y="{baseline}" text-anchor="middle">{state}</text>'
     )
 
 
+def _mark(start: str, end: str) -> str:
+    x, y = _POSITIONS[start]
+    return _shape(end, x + _MARKS[end][1], y + 16, f"<title>{start} → {end}</title>")
+
+
+def _shape(end: str, x: float, y: float, title: str = "") -> str:
+    """A circle, a diamond or a square: colours alone do not tell them apart for everybody."""
+    colour = _MARKS[end][0]
+    if end == "queued":
+        return f'<circle cx="{x}" cy="{y}" r="8" fill="{colour}">{title}</circle>'
+    turned = f' transform="rotate(45 {x} {y})"' if end == "failed" else ""
+    return f'<rect x="{x - 7}" y="{y - 7}" width="14" height="14" fill="{colour}"{turned}>{title}</rect>'
+
+
 def _legend() -> list[str]:
-    labels = [
-        (_FORWARD, "continues"),
-        (_COLOURS["queued"], "requeued: lost its engine or worker"),
-        (_COLOURS["failed"], "cannot be generated or judged"),
-        (_COLOURS["dropped"], "filtered out, or too late"),
-    ]
-    return [
-        f'<text x="{20 + 230 * number}" y="428" fill="{colour}" font-size="13">— {text}</text>'
-        for number, (colour, text) in enumerate(labels)
-    ]
+    found = []
+    for number, (end, text) in enumerate(_LEGEND.items()):
+        y = 340 + 75 * number
+        found += [_shape(end, 170, y), f'<text x="192" y="{y + 6}">{text}</text>']
+    return found
 
 
 if __name__ == "__main__":
