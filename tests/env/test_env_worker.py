@@ -112,9 +112,31 @@ def test_the_role_does_not_import_the_training_stack() -> None:
     assert done.stdout.strip() == "set()"
 
 
+PLAY = """\
+import asyncio
+
+from roll.data.task import EnvSpec
+from roll.env.pool import EnvPool
+
+
+async def main():
+    async with EnvPool() as pool:
+        opened = await pool.reset("a game", EnvSpec("hangman.py:Hangman", seed=1))
+        print(opened.messages[0]["content"])
+        for letter in "rewadpolicygnt":
+            step = await pool.step("a game", letter)
+            print(letter, "→", step.observation)
+            if step.done:
+                break
+
+
+asyncio.run(main())
+"""
+
+
 def test_the_example_works_when_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hangman.py").write_text(block("python"))
-    (tmp_path / "play.py").write_text(block("python", 1))
+    (tmp_path / "play.py").write_text(PLAY)
     assert len(block("python").splitlines()) <= 32
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     played = subprocess.run(

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 
-from roll.cli import main
 from roll.config import UserError, load_config
 from roll.config.schema import RewardPart
 from roll.config.yaml_document import parse
@@ -20,7 +19,6 @@ from roll.reward import RewardSpec, Verdict
 from roll.reward.base import is_deterministic, normalise
 from roll.reward.builtin import BUILTINS
 from roll.reward.instructions import CONSTRAINTS
-from roll.run import Metrics, RunFolder
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "rewards.md").read_text(encoding="utf-8")
 CONFIGS = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
@@ -121,16 +119,3 @@ def test_the_gates_of_the_page_are_worth_what_it_says() -> None:
     assert worth(r"<think>x</think><answer>\boxed{5}</answer>") == 1
     assert worth(r"<think>x</think><answer>\boxed{6}</answer>") == 0
     assert worth(rf"<think>{'a b c d ' * 50}</think><answer>\boxed{{5}}</answer>") == pytest.approx(0.72, abs=0.03)
-
-
-def test_the_run_of_the_page_with_a_reward_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    code, config = FILES["near.py"], next(text for text in CONFIGS if "near.py" in text)
-    assert (len(code.splitlines()), len(config.splitlines())) == (6, 7), "the page says how many lines it takes"
-    (tmp_path / "near.py").write_text(code)
-    (tmp_path / "near.yaml").write_text(config)
-    assert main(["train", "near.yaml", "train.steps=1", "threads=1", "eval.samples=10"]) == 0
-    rows = Metrics.read(RunFolder.open(tmp_path / "runs" / "near").metrics_path)
-    assert [name for row in rows for name in row if name.endswith("reward/digit")] == [
-        *("eval/reward/digit", "reward/digit", "eval/reward/digit"),
-    ]
