@@ -10,6 +10,9 @@ VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
+# Tests start hundreds of Python processes: without stored bytecode each of them compiles all modules that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install quickstart test test-slow test-vllm chat-families lint types check docs clean
 
 install: $(STAMP)
