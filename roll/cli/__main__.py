@@ -2,6 +2,6 @@
 
 import sys
 
-from roll.cli.commands import main
+from roll.cli import main
 
 sys.exit(main())

@@ -378,8 +378,11 @@ def main(arguments: list[str] | None = None) -> Any:
     except RunError as error:  # the last output could not be written
         return _failed(error)
     except Exception as error:
+        from roll.cli.doctor import is_needed, print_missing
         from roll.config.secrets import KNOWN
 
+        if isinstance(error, ModuleNotFoundError) and error.name and is_needed(error.name):
+            return print_missing(error.name, arguments)
         sys.stderr.write(KNOWN.redact("".join(traceback.format_exception(error))))
         return 1
 

@@ -1,4 +1,7 @@
-"""`roll doctor`: what is installed, what is missing, and what to do about it."""
+"""`roll doctor`: what is installed, what is missing, and what to do about it.
+
+Everything here works where packages are missing, also those that ROLL itself needs: nothing is imported before its use.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,19 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from roll.config.version import __version__
 
-NEEDED = ("torch", "transformers", "pydantic", "safetensors", "math-verify", "tensorboard", "matplotlib")
+NEEDED = (
+    *("torch", "transformers", "accelerate", "safetensors", "numpy", "pydantic", "pyyaml", "orjson", "cloudpickle"),
+    *("jinja2", "math-verify", "tensorboard", "matplotlib", "rich", "typer"),
+)
+"""The packages that every run needs: the dependencies in pyproject.toml."""
+_ADVICE = "pip install -e . in the source tree brings it, see README.md"
 
 
 @dataclass(frozen=True)
@@ -60,9 +70,37 @@ class CheckResult:
 
 def examine() -> list[CheckResult]:
     findings = [CheckResult("python", platform.python_version()), CheckResult("roll", __version__)]
-    findings += [_package(name, "installing ROLL brings it, see README.md") for name in NEEDED]
-    findings += [_optional(package) for package in OPTIONAL]
-    return [*findings, *_devices(), *_sandbox(), *_folders()]
+    findings += [_package(name, _ADVICE) for name in NEEDED]
+    findings += [_optional(package) for package in OPTIONAL if package.name not in NEEDED]
+    for what, check in (("devices", _devices), ("sandbox", _sandbox), ("folders", _folders)):
+        findings += _checked(what, check)
+    return findings
+
+
+def print_missing(name: str, arguments: list[str] | None = None) -> int:
+    """Says, without the packages that tables and options need, that the package `name` is missing; for `doctor` all of
+    what it finds. The exit status."""
+    if "doctor" in (sys.argv[1:] if arguments is None else arguments):
+        for finding in examine():
+            advice = f": {finding.advice}" if finding.advice else ""
+            print(f"{finding.mark} {finding.what} {finding.value}{advice}")
+        return 1
+    print(f"error: the package {name} is missing, which every command needs: {_ADVICE}", file=sys.stderr)
+    return 2
+
+
+def is_needed(module: str | None) -> bool:
+    """Whether a module belongs to one of the packages that every run needs."""
+    top = (module or "").partition(".")[0]
+    return {"yaml": "pyyaml"}.get(top, top.replace("_", "-")) in NEEDED
+
+
+def _checked(what: str, check: Callable[[], list[CheckResult]]) -> list[CheckResult]:
+    """What a check finds, or that a package is missing which it needs."""
+    try:
+        return check()
+    except ModuleNotFoundError as error:
+        return [CheckResult(what, "not checked", advice=f"needs the package {error.name}")]
 
 
 def _package(name: str, advice: str) -> CheckResult:
@@ -80,10 +118,8 @@ def _optional(package: OptionalDependency) -> CheckResult:
 
 
 def _devices() -> list[CheckResult]:
-    try:
-        import torch
-    except ImportError:
-        return []
+    import torch
+
     from roll.engine.memory import machine_bytes
     from roll.model.loading import cpu_multiplies_bf16
 

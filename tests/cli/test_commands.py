@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import thorough
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
@@ -22,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import roll
 from roll.cli import main
-from roll.cli.doctor import OPTIONAL, CheckResult, examine
+from roll.cli.doctor import NEEDED, OPTIONAL, CheckResult, examine
 from roll.devices.inventory import this_machine
 from roll.model.tiny import character_tokenizer, tiny_model
 from roll.run import Checkpoints, RunFolder
@@ -315,7 +316,42 @@ def test_what_doctor_advises_to_install_is_what_the_package_offers() -> None:
     assert project["name"] == "roll-rl"
     offered = project["optional-dependencies"]
     advised = {extra for package in OPTIONAL for extra in re.findall(r"roll-rl\[(\w+)\]", package.install)}
-    assert advised == {*offered} - {"dev"}
+    assert advised == {*offered} - {"dev", "docs"}
+
+
+def test_doctor_knows_what_every_run_needs() -> None:
+    with (EXAMPLES.parent / "pyproject.toml").open("rb") as file:
+        dependencies = tomllib.load(file)["project"]["dependencies"]
+    assert set(NEEDED) == {re.split(r"[<>=\[]", dependency)[0] for dependency in dependencies}
+
+
+@pytest.mark.parametrize("missing", thorough.but({"typer"}, ["typer", "pydantic", "torch", "transformers"]))
+def test_doctor_works_where_packages_are_missing(missing: str, tmp_path: Path) -> None:
+    """As in a source tree on PYTHONPATH whose packages nobody installed."""
+    program = (
+        f"import importlib.metadata, sys\nsys.modules[{missing!r}] = None\nfound = importlib.metadata.version\n"
+        f"def version(name):\n    if name == {missing!r}:\n        raise importlib.metadata.PackageNotFoundError(name)\n"
+        "    return found(name)\nimportlib.metadata.version = version\n"
+        "from roll.cli import main\nsys.exit(main(sys.argv[1:]))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
+    command = [sys.executable, "-c", program, "doctor"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert re.search(rf"✗.*\b{missing}\b.*missing", done.stdout)
+
+
+def test_other_commands_say_which_package_is_missing(tmp_path: Path) -> None:
+    program = "import sys\nsys.modules['typer'] = None\nfrom roll.cli import main\nsys.exit(main(['plan', 'x.yaml']))\n"
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the package typer is missing, which every command needs: pip install -e .")
 
 
 def test_plan_shows_sizes_and_creates_nothing(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
