@@ -12,10 +12,11 @@ from roll.config.yaml_document import Path
 _INTRODUCTION = """\
 # Configuration
 
-A run is described by one YAML file. Every setting has a default, so a file names only what it changes, and an empty
-file is a whole run. A section with a short form may be written as that one setting: `model: tiny` means
-`model: {path: tiny}`.
+One YAML file describes a run. Every setting has a default, so a file names only what it changes, and an empty file is
+a complete run. A section with a short form may be written as that one setting: `model: tiny` means `model: {path:
+tiny}`.
 
+<!-- cpu -->
 ```yaml
 model: smollm2-135m          # short for model: {path: smollm2-135m}
 tasks: addition
@@ -25,36 +26,37 @@ rollout:
 train: {steps: 50, lr: 1e-5}
 ```
 
-Overrides on the command line are written `key.sub=value`. They come after the file, a later one wins, and each replaces
-only the setting it names:
+On the command line an override is written `key.sub=value`. Overrides are applied after the file, a later one wins,
+and each replaces only the setting that it names:
 
+<!-- cpu -->
 ```sh
-roll train examples/x.yaml train.lr=3e-6 model=runs/a rollout.stop='["\\n"]' tasks.options.digits=3
+roll plan examples/tiny.yaml train.lr=3e-6 rollout.stop='["\\n"]' tasks.options.symbols=012
 ```
 
-A value is YAML, except that what goes to a text setting is taken as typed (`run.dir=007` is the folder `007`). Numbers
-may be written `1e-6` or `10_000`; `null` is nothing, `""` is empty text.
+A value is YAML, except that a text setting takes what is typed (`run.dir=007` is the folder `007`). Numbers may be
+written `1e-6` or `10_000`; `null` is nothing, `""` is empty text.
 
-A relative name of a file or of code (`train.jsonl`, `near.py:near`, `my_rewards:near`) is found from the folder of the
-YAML file, wherever `roll` is started; `root` names another folder. In an override it is relative to the working
-directory, as in any shell command, and in a mapping given in Python too. Three things are different:
+Relative names of files and code (`train.jsonl`, `near.py:near`, `my_rewards:near`) are looked up in the folder of the
+YAML file, wherever `roll` is started; `root` names another folder. In an override, and in a mapping given in Python,
+they are relative to the working directory. Three things are different:
 
-- `run.dir` is relative to the working directory: it is where the run writes.
-- A model (`model`, `roles.judge.model`) or a run that is read (`data.options.runs`) is looked for in the folder of the
-  YAML file, then in the working directory; a model that is in neither is one of the model hub.
-- Options of a function of your own are passed to it as they are written: a path among them is relative to whatever the
-  function makes it relative to.
+- `run.dir` is relative to the working directory: the run writes there.
+- A model (`model`, `roles.judge.model`), or a run that is read (`data.options.runs`), is looked up in the folder of
+  the YAML file, then in the working directory; a model that is in neither is taken from the model hub.
+- Options of a function of yours are passed to it as they are written. The function decides what a path among them is
+  relative to.
 
-Nothing is ignored. An unknown or repeated key, a value of the wrong kind and settings that contradict each other are
+No key is ignored. Unknown and repeated keys, values of the wrong kind and settings that contradict each other are
 refused before anything starts, all of them at once, each with its line and what to write instead:
 
-```
+```text
 examples/x.yaml:7: train.lrr is not a setting; did you mean train.lr?
 ```
 
-Numbers are finite: `.nan` is refused everywhere, `.inf` where the table does not say what it means, `1e400` as a number
-that there is none of. A file may have 1 MiB and, with its aliases written out, 50,000 values; merge keys (`<<`) and tags
-(`!!python/…`) are not read.
+Numbers are finite: `.nan` is refused everywhere, and `.inf` wherever the table does not give it a meaning. `1e400` is
+refused, because no such number exists. A file may have at most 1 MiB and, with its aliases written out, 50,000
+values. Merge keys (`<<`) and tags (`!!python/…`) are not read.
 """
 
 

@@ -253,7 +253,7 @@ class Settings(Section):
     """Whether a role is offloaded from shared devices while another role needs them; `auto`: only if not everything
     fits."""
     deterministic: bool = False
-    """The same bits every time, whatever else is running; slower."""
+    """On the CPU, the same bits every time, whatever else the machine does; slower. Not with `strategy: vllm`."""
     threads: Threads = 0
     """CPU threads of the numeric work, 0 for one per core."""
     run: RunConfig = RunConfig()

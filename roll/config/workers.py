@@ -148,7 +148,7 @@ class FaultToleranceConfig(Section):
     hang_s: Seconds = 60.0
     """Seconds without an answer after which a worker is killed and restarted."""
     restarts: Whole = 5
-    """Deaths within `window_s` that are mended, of one worker and of a role; a role of more workers may have one each."""
+    """Restarts allowed within `window_s`, per worker and per role; a role with more workers may have one each."""
     window_s: Seconds = 600.0
     """Seconds over which `restarts` counts."""
     spare_trainer: bool = True

@@ -35,7 +35,7 @@ def test_the_examples_of_the_page_load(page: str) -> None:
     example = page.partition("```yaml\n")[2].partition("```")[0]
     config = load_config(parse(example).data)
     assert (config.model.path, config.train.lr, config.rollout.group_size) == ("smollm2-135m", 1e-5, 8)
-    line = page.partition("```sh\nroll train examples/x.yaml ")[2].partition("\n")[0]
+    line = page.partition("```sh\nroll plan examples/tiny.yaml ")[2].partition("\n")[0]
     assert load_config({}, line.replace("'", "").split()).rollout.stop == ("\n",)
 
 
