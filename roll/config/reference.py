@@ -31,7 +31,7 @@ and each replaces only the setting that it names:
 
 <!-- cpu -->
 ```sh
-roll plan examples/tiny.yaml train.lr=3e-6 rollout.stop='["\\n"]' tasks.options.symbols=012
+roll plan examples/tiny.yaml train.lr=3e-6 rollout.group_size=32 rollout.stop='["\\n"]'
 ```
 
 A value is YAML, except that a text setting takes what is typed (`run.dir=007` is the folder `007`). Numbers may be

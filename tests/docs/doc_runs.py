@@ -1,4 +1,4 @@
-"""Runs the code blocks of a page, in page order, in a folder like a checkout's with one small finished run."""
+"""Runs the code blocks of a page, in page order, in a folder like a checkout's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ sys.exit(main(arguments))
 
 
 def prepare(folder: Path) -> None:
-    """A folder with the examples, the program `roll`, and the finished run `runs/tiny`."""
+    """Puts the examples and the programs `roll` and `python` into a folder."""
     shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     programs = folder / ".programs"
     programs.mkdir()
@@ -32,7 +32,6 @@ def prepare(folder: Path) -> None:
     (programs / "roll").chmod(0o755)
     for name in ("python", "python3"):
         (programs / name).symlink_to(sys.executable)
-    run(folder, ["roll", "train", "examples/tiny.yaml", "--plain"], "the run that pages share")
 
 
 def run(folder: Path, command: list[str], what: str, status: int = 0) -> None:

@@ -21,25 +21,17 @@ from roll.cli.commands import app
 from roll.config import load_config
 from roll.config.yaml_document import parse
 
-NOT_YET = (
-    "README.md",
-    "docs/tutorials/",
-    "docs/guides/",
-    "docs/results/",
-    "docs/explanation/",
-    "docs/reference/",
-    "examples/",
-)
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 MARKED = [block for block in BLOCKS if block.place]
 WORDS = {"excerpt", "continues"}
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-QUICK = {"docs/tutorials/own_reward.md"}
+QUICK = {"docs/reference/config.md"}
+PROGRAMS = ("bash", "sh", "python")
 RUNNABLE = sorted(
     {
         block.page
         for block in MARKED
-        if block.place == "cpu" and block.language in ("bash", "sh", "python") and not block.has("excerpt")
+        if block.place == "cpu" and block.language in PROGRAMS and not block.has("excerpt") and not block.value("file")
     }
 )
 
@@ -50,8 +42,6 @@ def of(*languages: str) -> list[Any]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_code_block_is_marked(page: str) -> None:
-    if page.startswith(NOT_YET):
-        pytest.skip("not marked yet")
     for block in blocks_of(page):
         assert block.language in CODE | OUTPUT, f"{block}: {block.language} is neither code nor output"
         if block.language in CODE:
@@ -128,22 +118,33 @@ def check_command(words: list[str], saved: set[str], load: bool) -> None:
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("prepared")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder like a checkout's."""
+    folder = tmp_path_factory.mktemp("checkout")
     prepare(folder)
     return folder
 
 
+@pytest.fixture(scope="module")
+def with_run(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with the run that pages share."""
+    folder = tmp_path_factory.mktemp("run") / "checkout"
+    shutil.copytree(checkout, folder, symlinks=True)
+    run(folder, ["roll", "train", "examples/tiny.yaml", "--plain"], "the run that pages share")
+    return folder
+
+
 @pytest.mark.parametrize("page", thorough.but(QUICK, RUNNABLE))
-def test_cpu_blocks_run(page: str, prepared: Path, tmp_path: Path) -> None:
-    shutil.copytree(prepared, tmp_path / "checkout", symlinks=True)
+def test_cpu_blocks_run(page: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    shared = "with_run" if "runs/tiny" in "".join(block.text for block in blocks_of(page)) else "checkout"
+    shutil.copytree(request.getfixturevalue(shared), tmp_path / "checkout", symlinks=True)
     assert run_page(page, tmp_path / "checkout") > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [each for each in of("python") if each.values[0].place == "slow"])
-def test_slow_python_runs(block: Block, prepared: Path, tmp_path: Path) -> None:
-    shutil.copytree(prepared, tmp_path / "checkout", symlinks=True)
+def test_slow_python_runs(block: Block, checkout: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkout, tmp_path / "checkout", symlinks=True)
     (tmp_path / "checkout" / "pasted.py").write_text(block.text)
     run(tmp_path / "checkout", [sys.executable, "pasted.py"], str(block))
 
