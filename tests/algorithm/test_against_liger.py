@@ -19,6 +19,7 @@ It counts every row, so samples that are not trained are left out; its arithmeti
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 
 import numpy as np
@@ -29,8 +30,7 @@ from reference.losses import RefLoss, corrected, step_gradient, step_loss
 from reference.samples import RefSample, RefToken
 from torch import Tensor
 
-pytest.importorskip("liger_kernel")
-from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="needs liger-kernel")
 
 HIDDEN, VOCABULARY, LONGEST, TEMPERATURE = 6, 11, 7, 0.8
 LENGTHS = (1, 3, 7, 2, 5)
@@ -101,6 +101,8 @@ class Step:
 
     def liger(self, loss: RefLoss) -> tuple[float, Tensor]:
         """(loss, gradient by the hidden states) as Liger has them."""
+        from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss  # takes seconds
+
         theirs = LigerFusedLinearGRPOLoss(
             compiled=False,
             beta=loss.kl_coef,
