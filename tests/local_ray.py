@@ -28,8 +28,8 @@ def stop() -> None:
 
 
 def start_nodes(count: int, **node: Any) -> Any:
-    """A cluster of `count` nodes on this machine, each with the arguments `node`. Ray gives a node 30 s to start, which may
-    be too little beside other tests: there are three tries."""
+    """A cluster of `count` nodes on this machine, each with the arguments `node`. Ray gives a node 30 s to start,
+    which may be too little beside other tests: there are three tries."""
     from ray.cluster_utils import Cluster
 
     for tries_left in (2, 1, 0):
