@@ -1,4 +1,4 @@
-"""The page on algorithms: its table is the recipes, its configurations load, its refusals are, and its code runs."""
+"""The pages on algorithms: their tables are the recipes, configurations load, refusals are refused, and code runs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ from roll.config.user_code import load_user_code
 from roll.config.yaml_document import parse
 from roll.data import Batch
 
-PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "algorithms.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "guides" / "algorithms.md").read_text(encoding="utf-8")
+COMPARED = (DOCS / "reference" / "algorithm_defaults.md").read_text(encoding="utf-8")
 CONFIGS = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 FILES = dict(re.findall(r"^<!-- cpu file=(\S+) -->\n```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
 UNUSED = "–"
 
 
-def rows(*header: str) -> list[list[str]]:
+def rows(*header: str, page: str = PAGE) -> list[list[str]]:
     """The cells of the table with such a header."""
-    body = PAGE.partition(f"| {' | '.join(header)} |\n")[2].partition("\n\n")[0]
+    body = page.partition(f"| {' | '.join(header)} |\n")[2].partition("\n\n")[0]
     assert body, f"the page has no table {header}"
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in body.splitlines()[1:]]
 
@@ -45,7 +47,7 @@ REFUSED = [written.strip("`") for written, _ in rows("written", "why")]
 
 DEFAULTS = [
     (re.findall(r"`(\w+)`", recipe) or ["grpo"], setting.strip("`"), here)
-    for recipe, setting, here, *_ in rows("recipe", "setting", "here", "paper", "TRL", "verl", "why")
+    for recipe, setting, here, *_ in rows("recipe", "setting", "here", "paper", "TRL", "verl", "why", page=COMPARED)
     if setting.startswith("`")
 ]
 
