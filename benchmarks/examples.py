@@ -189,7 +189,8 @@ def main() -> None:
         newest = {row["name"]: Row(**row) for row in map(json.loads, args.results.read_text().splitlines())}
         rows = sorted(newest.values(), key=lambda row: row.name)
     if args.json:
-        report({"examples": [asdict(row) for row in rows]}, as_json=True)
+        figures = ("steps", "steps_planned", "minutes", "cpu_minutes", "whole_cpu_minutes", "peak_gib", "before", "after")
+        report({figure: {row.name: getattr(row, figure) for row in rows} for figure in figures}, as_json=True)
     else:
         print(table(rows))
 

@@ -22,7 +22,7 @@ SMALL = {
     "conversations.py": (TALK, "native_ms_a_turn"),
     "cycle.py": ("--repeats 1", "over_imports"),
     "engine.py": (ENGINE, "native_over_generate"),
-    "examples.py": ("tiny --steps 1", "examples"),
+    "examples.py": ("tiny --steps 1", "peak_gib"),
     "faults.py": ("--plans 3", "seconds"),
     "grpo_step.py": (STEP, "roll_seconds"),
     "ledger.py": ("--transitions 2000 --repeats 1", "ledger_transitions_per_s"),
