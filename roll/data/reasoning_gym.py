@@ -84,8 +84,8 @@ def _package() -> Any:
         import reasoning_gym
     except ModuleNotFoundError as error:
         raise UserError(
-            f"puzzles need the package reasoning-gym ({error}): run `pip install reasoning-gym`, or install "
-            "roll-rl[tasks]"
+            f"puzzles need the package reasoning-gym ({error}): run `pip install reasoning-gym`, or "
+            "`pip install -e '.[tasks]'` in ROLL's folder"
         ) from error
     return reasoning_gym
 

@@ -343,5 +343,5 @@ def _split(dataset: Any, name: str, setting: str, part: str) -> Any:
 
 
 def _missing_package(package: str, table: object, setting: str) -> UserError:
-    remedy = f"run `pip install {package}`, or install roll-rl[tasks]"
+    remedy = f"run `pip install {package}`, or `pip install -e '.[tasks]'` in ROLL's folder"
     return UserError(f"{setting}: reading {str(table)!r} needs the package {package}: {remedy}")

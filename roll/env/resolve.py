@@ -142,7 +142,9 @@ def _module(name: str, module: str) -> Any:
         missing = (error.name or "").partition(".")[0]
         if missing == "roll":
             raise
-        raise UserError(f"environment {name!r} needs the package {missing}: run `pip install 'roll-rl[envs]'`") from error
+        raise UserError(
+            f"environment {name!r} needs the package {missing}: run `pip install -e '.[envs]'` in ROLL's folder"
+        ) from error
 
 
 def _check_factory(name: str, factory: Factory) -> Factory:

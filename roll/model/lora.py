@@ -293,7 +293,8 @@ def _peft() -> Any:
         import peft
     except ModuleNotFoundError as error:
         raise UserError(
-            f"model.lora needs the package {error.name}, which is not installed: run `pip install 'roll-rl[lora]'`, or "
+            f"model.lora needs the package {error.name}, which is not installed: run "
+            "`pip install -e '.[lora]'` in ROLL's folder, or "
             "remove model.lora to train all weights"
         ) from error
     return peft

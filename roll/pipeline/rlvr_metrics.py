@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
@@ -182,8 +183,7 @@ def domain_metrics(domain: str, rollout: RolloutBatch, samples: Sequence[Sample]
         values["tokens_mean"] = fmean(s.response_tokens for s in domain_samples)
         values["truncated"] = fmean(s.finish == "length" for s in domain_samples)
     values |= {f"reward/{name}": mean for name, mean in part_means(domain_samples).items()}
-    dropped: Mapping[str, int] = rollout.dropped_by_domain.get(domain, {})
-    values |= {f"dropped/{reason.partition(':')[0]}": count for reason, count in dropped.items()}
+    values |= _dropped(rollout.dropped_by_domain.get(domain, {}))
     return {f"domain/{domain}/{name}": value for name, value in values.items()}
 
 
@@ -192,4 +192,12 @@ def staleness_metrics(rollout: RolloutBatch) -> dict[str, float]:
     values = {"rollout/length_bias": rollout.length_bias}
     if ages := rollout.ages:
         values |= {"staleness/mean": float(np.mean(ages)), "staleness/max": max(ages)}
-    return values | {f"dropped/{reason.partition(':')[0]}": count for reason, count in rollout.dropped.items()}
+    return values | _dropped(rollout.dropped)
+
+
+def _dropped(by_reason: Mapping[str, int]) -> dict[str, float]:
+    """Dropped groups by the kind of the reason: what comes before its details."""
+    kinds: Counter[str] = Counter()
+    for reason, count in by_reason.items():
+        kinds[f"dropped/{reason.partition(':')[0]}"] += count
+    return dict(kinds)

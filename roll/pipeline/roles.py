@@ -253,7 +253,8 @@ def make_executor(config: Config) -> Executor:
         from roll.cluster.ray_executor import RayExecutor
     except ModuleNotFoundError as error:
         raise UserError(
-            f"executor is ray, but the package {error.name} is not installed: run `pip install 'roll-rl[ray]'`, "
+            f"executor is ray, but the package {error.name} is not installed: run "
+            "`pip install -e '.[ray]'` in ROLL's folder, "
             "or write executor=local"
         ) from error
     return RayExecutor(config.ray, silent_s=silent_s, root=root_of(config))

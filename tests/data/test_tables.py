@@ -170,7 +170,7 @@ def test_a_missing_reader_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, package, None)
     said = refusal(source)
     assert f"needs the package {package.partition('.')[0]}: " in said
-    assert "roll-rl[tasks]" in said
+    assert "pip install -e '.[tasks]'" in said
 
 
 @pytest.mark.parametrize(

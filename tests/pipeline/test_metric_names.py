@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,8 @@ from small_runs import Remains
 from roll.algorithm import Algorithm
 from roll.algorithm.metric_names import OF_ALGORITHM, OF_CRITIC, OF_MIXTURE, OF_TRAINER
 from roll.config import UserError
+from roll.pipeline.rlvr_metrics import domain_metrics, staleness_metrics
+from roll.scheduler.rollout_result import RolloutBatch
 
 ONE_STEP = ("train.steps=1", "eval.samples=1", "rollout.filter=none")
 
@@ -58,3 +61,11 @@ def test_an_algorithm_may_give_others_and_its_own_anew(run_small: Callable[..., 
     run = run_small(*ONE_STEP, f"algorithm={__file__}:Own", "algorithm.kl_coef=0.1")
     (row,) = [row for row in run.metrics() if "train/loss" in row]
     assert (row["train/kl_coef"], row["train/patience"]) == (0.125, 3.0)
+
+
+def test_groups_that_were_dropped_for_one_kind_of_reason_are_one_metric() -> None:
+    reasons = Counter({"slow: 5 samples": 1, "slow: 6 samples": 2, "no signal": 4})
+    rollout = RolloutBatch(None, [], [], dict(reasons), {"maths": reasons})
+    dropped = {"dropped/slow": 3, "dropped/no signal": 4}
+    assert staleness_metrics(rollout).items() >= dropped.items()
+    assert domain_metrics("maths", rollout, []).items() >= {f"domain/maths/{k}": n for k, n in dropped.items()}.items()
