@@ -240,6 +240,10 @@ class Secrets:
             return text
         return self._pattern.sub(REDACTED, text)
 
+    def __bool__(self) -> bool:
+        """Whether any secret is known."""
+        return bool(self._forms)
+
     def within(self, text: str) -> bool:
         return any(form in text for form in self._forms)
 

@@ -115,7 +115,7 @@ class Recorder:
 
     def append(self, transition: Transition) -> None:
         """Records a sample's transition in ledger, state clock and trace."""
-        if KNOWN.within(transition.reason) or any(KNOWN.within(str(value)) for value in transition.info.values()):
+        if KNOWN and any(KNOWN.within(str(value)) for value in (transition.reason, *transition.info.values())):
             info = KNOWN.cleared(transition.info)
             transition = replace(transition, reason=KNOWN.redact(transition.reason), info=info)
         self.ledger.append(transition)
