@@ -38,3 +38,16 @@ def test_links_lead_somewhere(page: str) -> None:
         assert target.exists(), f"{page}: {link} is not there"
         if anchor and target.suffix == ".md":
             assert anchor in anchors(target.resolve()), f"{page}: {link}: the page has no such heading"
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    """Messages and comments name pages by their path in the repository."""
+    files = [path for folder in ("roll", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.*")]
+    missing = []
+    for file in [*files, ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / "mkdocs.yml"]:
+        if file.suffix not in (".py", ".yaml", ".yml", ".toml", "") or file == Path(__file__):
+            continue
+        for name in re.findall(r"\bdocs/[\w/]+\.(?:md|svg|png|py)\b", file.read_text(encoding="utf-8")):
+            if not (ROOT / name).exists():
+                missing.append(f"{file.relative_to(ROOT)}: {name}")
+    assert missing == []
