@@ -65,6 +65,7 @@ def secrets_of_one_test_are_not_the_next_ones() -> Iterator[None]:
     vars(KNOWN).update(known)
 
 
+@pytest.hookimpl(tryfirst=True)  # before the hook of xdist, which reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped where there is none, those marked `vllm` where it is not installed; those marked
     `thorough` are left out unless all tests run.
@@ -87,11 +88,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _skip(items, "gpu", "needs a CUDA device", torch.cuda.is_available())
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """pytest-xdist groups tests by a suffix of their ids, which some versions of pytest do not let it set."""
+    if session.config.getoption("loadgroup", False) and session.items and "@" not in session.items[0].nodeid:
+        raise pytest.UsageError(f"pytest-xdist cannot group tests with pytest {pytest.__version__}: see constraints.txt")
+
+
 def _row(item: pytest.Item) -> str:
     """What runs one after the other."""
     if item.get_closest_marker("ray"):
         return "ray"
-    return "ranks" if "sharded" in item.path.parts else str(item.path)
+    return "ranks" if "sharded" in item.path.parts else item.nodeid.partition("::")[0]
 
 
 def _order(item: pytest.Item) -> tuple[bool, ...]:
