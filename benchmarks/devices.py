@@ -1,6 +1,6 @@
 """GRPO with a reference and an engine on one GPU: all roles resident, and taking turns on it.
 
-For each layout: the plan's estimate of each process's GPU memory beside the peak that was measured, and seconds a step.
+For each layout: the plan's estimate of each process's GPU memory beside the peak that was measured, and seconds per step.
 Needs a GPU. Weights are fresh, in the model's own shape or (`--shape 1.5b`) that of a model of that size: such a model
 never ends an answer, so that a step has the size it was planned for.
 """
@@ -128,7 +128,7 @@ def fresh(model: str, large: bool, folder: Path) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> None:
-    print("| executor | offload | process | estimated GiB | measured GiB | ratio | s a step |")
+    print("| executor | offload | process | estimated GiB | measured GiB | ratio | s per step |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for row in rows:
         if "error" in row:

@@ -1,4 +1,4 @@
-"""A whole GRPO step of ROLL and of TRL: seconds a step at fixed answer lengths, and seconds until the task is learned.
+"""A whole GRPO step of ROLL and of TRL: seconds per step at fixed answer lengths, and seconds until the task is learned.
 
 The step: 64 prompts × 8 samples of at most 128 new tokens, sums of two-digit numbers, one update. Weights stay as they
 are (a learning rate of nothing), so that answers keep their length; both answer the same 64 prompts every step at
@@ -88,7 +88,7 @@ def argparse_hidden() -> str:
 
 
 def print_head() -> None:
-    print("| | seconds a step | generating | training | answer tokens, mean |")
+    print("| | seconds per step | generating | training | answer tokens, mean |")
     print("| --- | --- | --- | --- | --- |")
 
 

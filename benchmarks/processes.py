@@ -256,7 +256,7 @@ def _show_spec(spec: EngineSpec, error: float) -> None:
     costs = f"{1e3 * spec.base_s:.2f} ms + {1e6 * spec.per_sequence_s:.0f} µs a sequence"
     print(f"an engine's step: {costs} + {1e9 * spec.per_cached_token_s:.0f} ns a token of context, {error:.0%} off;")
     print(f"  {1e3 * alone:.2f} ms alone, {1e3 * full:.2f} ms with {spec.max_running}, all of 100 tokens")
-    print(f"{'':12}{'scheduler':>10}{'barrier':>10}{'over barrier':>14}   s a step, and each step's", flush=True)
+    print(f"{'':12}{'scheduler':>10}{'barrier':>10}{'over barrier':>14}   s per step, and each step's", flush=True)
 
 
 def _show(name: str, found: Seconds) -> None:
@@ -280,7 +280,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--workload", choices=list(TRIALS), default="deep")
     options.add_argument("--steps", type=int, default=3)
-    options.add_argument("--groups", type=int, help="groups a step, instead of the workload's")
+    options.add_argument("--groups", type=int, help="groups per step, instead of the workload's")
     options.add_argument("--longest", type=int, help="tokens of the longest responses; the others are as much shorter")
     args = options.parse_args()
     report(asyncio.run(compared(chosen(args), args.steps)), args.json)

@@ -91,9 +91,9 @@ def compared(workload: Workload, steps: int, staleness: int, folder: Path) -> di
         ("on-policy", _window_s(on_policy), run_on.utilisation, on_of_bound),
         (f"staleness {staleness}", _window_s(ahead), run_ahead.utilisation, of_bound),
     ]
-    size = f"{workload.groups_per_step} × {workload.group_size} samples a step"
+    size = f"{workload.groups_per_step} × {workload.group_size} samples per step"
     print(f"\n{workload.name}: {workload.engines} engines, {size}")
-    print(f"{'':14}{'s a step':>10}{'over barrier':>14}{'engines busy':>14}{'of its bound':>14}")
+    print(f"{'':14}{'s per step':>10}{'over barrier':>14}{'engines busy':>14}{'of its bound':>14}")
     for name, seconds, busy, part in rows:
         share = f"{part:14.3f}" if part else " " * 14
         print(f"{name:14}{seconds / (steps - FIRST):10.1f}{barrier_s / seconds:14.2f}{busy:14.2f}{share}")

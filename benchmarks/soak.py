@@ -4,10 +4,10 @@ The real scheduler, router, pool, order and ledger (on disk) train on a virtual 
 and rollout workers. Every hour something fails, in turn: an engine is killed, one hangs, a rollout worker is killed, the
 graders are gone, the trainer dies (the run goes back to its last checkpoint), the controller is killed (everything is
 started again, from the last checkpoint and the ledger as it was on disk). The work is small, 2 engines, 8 groups of 4
-samples and some minutes a step, so that the two weeks take a few minutes of real time.
+samples and some minutes per step, so that the two weeks take a few minutes of real time.
 
 For each simulated day: steps, the mean seconds of a step (virtual, with what failures cost), the controller's real
-milliseconds a step and a restart (which checks the whole ledger), resident memory, the most records that were not on disk
+milliseconds per step and per restart (which checks the ledger), resident memory, the most records that were not on disk
 at a step's end, and at its last step what is open: leases, seats on engines, wants (samples without a seat), homes
 (samples whose tokens are kept) and the tokens' samples at the workers. At the end, whether the ledger balances
 (`roll/simulation/balance.py`).

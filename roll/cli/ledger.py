@@ -109,7 +109,7 @@ def _summary(summary: LedgerSummary) -> Iterator[RenderableType]:
         return
     yield Text(f"{total:,} samples, {began} to {ended} ({seconds(summary.last_s - summary.first_s)} s)", style="bold")
     yield _table(
-        ["samples stand", ">samples", ">share"],
+        ["state", ">samples", ">share"],
         ([state, f"{count:,}", f"{count / total:.1%}"] for state, count in summary.samples.items()),
     )
     for name, ends in (("groups", summary.balance.groups), ("tasks", summary.balance.tasks)):

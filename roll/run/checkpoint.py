@@ -189,7 +189,7 @@ class Checkpoints:
         self._tidy()
         newest = max((other for other, _ in _complete_checkpoints(self._dir)), default=step)
         assert newest <= step, (
-            f"step {step} cannot be saved: the run has a checkpoint of step {newest}, and goes on there"
+            f"step {step} cannot be saved: the run has a checkpoint of step {newest} and continues from it"
         )
         temporary = self._dir / f".step-{step:06d}.tmp-{os.getpid()}"
         temporary.mkdir()

@@ -275,16 +275,16 @@ class _Repairing:
 def _describe_ledger_repair(repaired: RepairedLog) -> str:
     problems = []
     if repaired.gaps:
-        describe_removed = sum(size for _, size in repaired.gaps)
+        lost = sum(size for _, size in repaired.gaps)
         places = f"byte {repaired.gaps[0][0]}" + (
             f" and {len(repaired.gaps) - 1} more places" if repaired.gaps[1:] else ""
         )
-        problems.append(f"{describe_removed} bytes of records are lost at {places}")
+        problems.append(f"{lost} bytes of records are lost at {places}")
     if repaired.samples:
         more = " …" if len(repaired.samples) > 3 else ""
-        who = f"{len(repaired.samples)} samples of whose" if repaired.samples[1:] else "1 sample of whose"
+        who = f"{len(repaired.samples)} samples" if repaired.samples[1:] else "1 sample"
         verb = "are" if repaired.samples[1:] else "is"
-        problems.append(f"{who} story a part is lost {verb} taken out ({', '.join(repaired.samples[:3])}{more})")
+        problems.append(f"{who} with lost records {verb} removed ({', '.join(repaired.samples[:3])}{more})")
     if repaired.cut_bytes:
         problems.append(f"the last {repaired.cut_bytes} bytes are cut off")
     return "; ".join(problems)

@@ -1,7 +1,7 @@
 """Trackers: copies of a run's metrics for other tools, such as TensorBoard.
 
 Invariants: metrics.jsonl is the record, and a tracker gets the metrics of a step after they are in it. A tracker that
-fails while the run goes on is dropped with a warning; one that cannot start is the user's to mend. Secrets are redacted
+fails during the run is dropped with a warning; one that cannot start ends the run with a message. Secrets are redacted
 from what trackers get.
 """
 
