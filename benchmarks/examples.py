@@ -159,7 +159,11 @@ def table(rows: list[Row]) -> str:
     for row in rows:
         is_whole = row.steps == row.steps_planned
         steps = f"{row.steps}" if is_whole else f"{row.steps} of {row.steps_planned}"
-        cpu = f"{row.cpu_minutes:.1f}" if is_whole else f"{row.cpu_minutes:.1f}, of all ~{row.whole_cpu_minutes:.0f}"
+        cpu = (
+            f"{row.cpu_minutes:.1f}"
+            if is_whole
+            else f"{row.cpu_minutes:.1f}, all ~{row.whole_cpu_minutes:.{0 if row.whole_cpu_minutes >= 10 else 1}f}"
+        )
         reward = "" if row.before is None or row.after is None else f"{row.before:.2f} → {row.after:.2f}"
         lines.append(f"| {row.name} | {steps} | {row.minutes:.1f} | {cpu} | {row.peak_gib:.1f} | {reward} |")
     return "\n".join(lines)
