@@ -86,16 +86,21 @@ class Child:
 
 
 def start_roll(arguments: list[str], output: Path, environment: Mapping[str, str] | None = None) -> Child:
-    """`environment`: variables that all processes it starts have."""
-    process = _processes.Process(target=_roll, args=(arguments, str(output), os.getcwd(), environment or {}))
+    """`environment`: variables that all processes it starts have. Ray tells the processes of a cluster by a variable too
+    whether it wants a token; the fork server may have started before this process learned it."""
+    variables = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE"), **(environment or {})}
+    process = _processes.Process(target=_roll, args=(arguments, str(output), os.getcwd(), variables))
     output.touch()
     process.start()
     return Child(process, output)
 
 
-def _roll(arguments: list[str], output: str, folder: str, environment: Mapping[str, str]) -> None:
+def _roll(arguments: list[str], output: str, folder: str, environment: Mapping[str, str | None]) -> None:
     os.chdir(folder)
-    os.environ.update(environment)
+    for name, value in environment.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
     with open(output, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

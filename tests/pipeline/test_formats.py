@@ -363,7 +363,10 @@ def checked(case: Case, folder: Path, **settings: Any) -> tuple[list[Task], Any,
     reward = case.reward or FORMATS[case.name].rewards[0]
     config = {"model": "tiny", "tasks": {"source": case.write(folder), "options": options}, "reward": reward, **settings}
     tasks, judge = check(load_config(config))
-    return list(tasks.train), judge.load(), len(tasks.skipped)
+    verifier = judge.load()
+    if hasattr(verifier, "warm_up"):  # as graders do, before they judge within a limit of time
+        verifier.warm_up()
+    return list(tasks.train), verifier, len(tasks.skipped)
 
 
 def worth(reward: Any, task: Task, text: str) -> float:
