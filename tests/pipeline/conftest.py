@@ -14,7 +14,7 @@ from roll.pipeline.report import SilentReporter
 
 @pytest.fixture
 def run_small(tmp_path: Path) -> Callable[..., Remains]:
-    """Trains examples/tiny.yaml, made small, with further overrides, in this process."""
+    """Trains small_configs/tiny.yaml, made small, with further overrides, in this process."""
 
     def run(*overrides: str, name: str = "run", base: tuple[str, ...] = SMALL, **options: object) -> Remains:
         config = load_config(TINY, [*base, f"run={tmp_path / name}", *overrides])

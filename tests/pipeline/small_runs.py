@@ -17,7 +17,8 @@ from roll.ledger.log import is_gap
 from roll.run import ROLLED_BACK, Checkpoint, Checkpoints, Ledger, Metrics, RunFolder, Transition, read_samples
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TINY = str(EXAMPLES / "tiny.yaml")
+TINY = str(Path(__file__).parent / "small_configs" / "tiny.yaml")
+"""In a folder of its own, because what a config names is looked up beside it."""
 REWARDS = Path(__file__).parent / "small_rewards" / "odd_rewards.py"
 """In a folder of its own, because a run records all loaded modules of the folder that its reward is in."""
 SMALL = (

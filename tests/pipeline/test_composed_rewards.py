@@ -24,7 +24,7 @@ def test_parts_and_their_latencies_are_metrics(run_small: Callable[..., Remains]
         worth = row["reward/letters"] + row["reward/right"] + 0.5 * row["reward/brief"]
         assert row["reward/mean"] == pytest.approx(worth)
         parts = ("part/letters", "part/right", "part/brief")
-        assert all(row[f"graders/last_character/{what}_s"] >= 0 for what in ("verdict", "wait", *parts))
+        assert all(row[f"graders/echo/{what}_s"] >= 0 for what in ("verdict", "wait", *parts))
         assert (row["graders/failed"], row["graders/cache_hits"]) == (0, 0), (
             "letters promises nothing, so nothing is kept"
         )
