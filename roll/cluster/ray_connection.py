@@ -43,6 +43,10 @@ class NodeResources:
     """Memory of its smallest GPU, 0 if unknown."""
 
 
+_INIT_ERRORS = (ConnectionError, ValueError, RuntimeError, TimeoutError, RayError)
+"""What `ray.init` raises if it cannot join or start a cluster."""
+
+
 def connect(config: RayConfig, root: str = "") -> None:
     """Joins the cluster at the config's address, or starts Ray on this machine without one. `root` is the folder of the
     user's code, which is copied to the nodes of a joined cluster."""
@@ -62,7 +66,10 @@ def connect(config: RayConfig, root: str = "") -> None:
         environment = _with_code(resolved(config.runtime_env, "ray.runtime_env"), root)
     try:
         ray.init(**settings, runtime_env=environment or None)
-    except (ConnectionError, ValueError, RuntimeError, TimeoutError, RayError) as error:
+    except Exception as error:
+        # Ray raises a bare Exception if its node has not started within 30 s.
+        if type(error) is not Exception and not isinstance(error, _INIT_ERRORS):
+            raise
         if (found := _TOO_LARGE.search(str(error))) is not None and "working_dir" in environment:
             raise too_large_error(Path(environment["working_dir"]), found[0]) from error
         where = "on this machine" if config.address is None else f"at ray.address={config.address!r}"

@@ -306,6 +306,27 @@ def test_an_address_nobody_listens_at_is_refused_soon(host: str) -> None:
     assert time.monotonic() - began < 6
 
 
+@pytest.mark.parametrize(
+    "error", [Exception("The current node timed out during startup."), RuntimeError("no"), ConnectionError("no")]
+)
+def test_a_ray_that_does_not_start_is_a_message(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**settings: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ray_connection.ray, "init", init)
+    with pytest.raises(UserError, match=f"^Ray could not be reached or started on this machine: {error}"):
+        ray_connection.connect(RayConfig())
+
+
+def test_a_mistake_in_the_call_of_ray_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**settings: object) -> None:
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr(ray_connection.ray, "init", init)
+    with pytest.raises(AssertionError, match="a bug"):
+        ray_connection.connect(RayConfig())
+
+
 def test_an_address_somebody_listens_at_is_left_to_ray() -> None:
     ray_connection._check_reachable(ray.get_runtime_context().gcs_address)
     ray_connection._check_reachable("auto")
