@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from local_ray import start_nodes
+from thorough import but
 
 from roll.config.schema import RayConfig
 from roll.config.user_code import SENT_FOLDER, load_user_code
@@ -27,7 +28,7 @@ def address(own_cluster: None) -> Iterator[str]:
     nodes.shutdown()
 
 
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("inside", but({True}, [True, False]))
 def test_a_worker_finds_code_from_the_root_that_its_node_does_not_have(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bool
 ) -> None:

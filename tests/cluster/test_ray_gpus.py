@@ -41,6 +41,7 @@ def on(role: str, *gpus: tuple[int, ...], mesh: MeshShape | None = None) -> list
     return [WorkerPlacement(role, rank, len(gpus), device=f"cuda:{own[0]}", gpus=own, mesh=mesh) for rank, own in places]
 
 
+@pytest.mark.thorough
 def test_an_engine_of_two_gpus_sees_those_of_the_two_ranks_beside_it(three_gpus: None) -> None:
     ranks, engine = on("actor_train", (0,), (1,), mesh=MeshShape(shard=2)), on("actor_infer", (0, 1))
     alone = on("critic", (2,))

@@ -125,6 +125,7 @@ def test_each_domain_has_its_own_metrics(finished: tuple[Remains, dict[str, Any]
 DOMAINS = ("digits", "letters")
 
 
+@pytest.mark.thorough
 def test_a_run_with_domains_goes_on_as_it_would_have(tmp_path: Path) -> None:
     """Stopped after a step and resumed, it ends in the same weights."""
     (tmp_path / "a").mkdir()

@@ -59,6 +59,7 @@ def test_the_examples_of_the_page_run_from_a_file(tmp_path: Path) -> None:
     assert "parts.py" in json.dumps(kept), "a run keeps the code of its parts"
 
 
+@pytest.mark.thorough
 def test_the_examples_of_the_page_run_from_an_installed_package(tmp_path: Path) -> None:
     site = tmp_path / "site"
     (site / "my_package").mkdir(parents=True)

@@ -91,6 +91,7 @@ def test_a_judge_that_never_gives_a_verdict_fails_every_sample_and_says_so(tmp_p
         trained(config)
 
 
+@pytest.mark.thorough
 def test_roles_in_turns_give_the_same_run(tmp_path: Path, liking: Path) -> None:
     """On a CPU nothing moves, but who is away is not asked."""
     exact = {"deterministic": True, "train": {"steps": 2, "lr": 2e-3}}

@@ -69,6 +69,7 @@ def log_probs(model: Any, ids: list[int]) -> Tensor:
     return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
+@pytest.mark.thorough
 def test_an_exported_model_gives_the_log_probs_that_the_run_recorded(copy: Remains, tmp_path: Path) -> None:
     """The samples of step 3 were drawn by the weights after step 2, which engines have verified against the trainer."""
     shutil.rmtree(copy.path / "checkpoints" / "step-000003")

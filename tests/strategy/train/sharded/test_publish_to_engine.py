@@ -45,6 +45,7 @@ class Damaged(TrainWorker):
         return made
 
 
+@pytest.mark.thorough
 def test_every_path_brings_the_weights_of_ranks_to_an_engine_and_names_a_damaged_shard() -> None:
     config = load_config(str(TINY), ["threads=1", "model.dtype=fp32", "weight_sync.bucket_mb=1"])
     asyncio.run(asyncio.wait_for(published(config), 1200))
