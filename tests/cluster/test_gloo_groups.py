@@ -121,7 +121,7 @@ def test_a_stopped_rank_is_named_when_its_peer_has_waited_long_enough(monkeypatc
     monkeypatch.setattr("roll.cluster.cluster._PING_S", 1.0)
 
     async def use(cluster: Cluster[Reducer]) -> None:
-        pids = await met(cluster, 8)
+        pids = await met(cluster, 20)
         os.kill(pids[0], signal.SIGSTOP)
         assert eventually(lambda: state(pids[0]) == "T")
         with pytest.raises(CallTimedOut, match=r"^rank\[0\] has not answered ping for 1 s$"):
