@@ -72,7 +72,7 @@ def test_a_package_that_is_missing_is_named_with_what_to_install(folder: Path, m
     (folder / "lake_of_nobody.py").write_text("import package_of_nobody.envs\n")
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setitem(BUILT_IN, "lake", "lake_of_nobody")
-    says = r"'lake' needs the package package_of_nobody: run `pip install 'roll-rl\[envs\]'`"
+    says = r"'lake' needs the package package_of_nobody: run `pip install -e '\.\[envs\]'`"
     with pytest.raises(UserError, match=says):
         resolve("lake")
 

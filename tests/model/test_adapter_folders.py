@@ -115,7 +115,7 @@ def test_layers_that_take_no_adapters_are_refused(targets: tuple[str, ...], said
 
 def test_without_peft_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(UserError, match=r"model\.lora needs the package peft.*pip install 'roll-rl\[lora\]'"):
+    with pytest.raises(UserError, match=r"model\.lora needs the package peft.*pip install -e '\.\[lora\]'"):
         inject(tiny_model(0), LoraConfig(rank=2))
     assert adapted_layers(tiny_model(0)) == {}
 
