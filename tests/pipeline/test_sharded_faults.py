@@ -25,6 +25,7 @@ def processes(folder: Path, worker: str) -> list[int]:
     return [int(pid) for pid in re.findall(r" is process (\d+) on ", log.read_text())] if log.is_file() else []
 
 
+@pytest.mark.thorough
 def test_a_run_survives_a_killed_rank_and_one_that_is_killed_while_the_group_restarts(
     over_ranks: Remains, tmp_path: Path
 ) -> None:
