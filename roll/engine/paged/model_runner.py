@@ -35,6 +35,7 @@ from roll.engine.paged.step_inputs import (
 from roll.engine.request import SamplingParams
 from roll.engine.sampling import sample_tokens
 from roll.model.attention import logits_of
+from roll.model.cuda_capture import capturing
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 _PROMPT_SIZES = (256, 512, 1024, 2048, 4096)
@@ -207,7 +208,7 @@ class ModelRunner:
             self._compute(rows)  # compiles kernels and loads libraries, which is not possible during a capture
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
+        with capturing(graph, stream, self._memory):
             computed = self._compute(rows)
         return _Graph(rows, computed, graph)
 

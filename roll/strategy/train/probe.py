@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from roll.model.cuda_capture import capturing
 from roll.strategy.train.logprobs import token_log_probs
 from roll.strategy.train.microbatch import MicroBatch, sequence
 from roll.weight_sync.weights import probe_ids
@@ -51,5 +52,5 @@ class Probe:
             self._compute(self._inputs)  # compiles kernels and loads libraries, which is not possible during a capture
         torch.cuda.current_stream(device).wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+        with capturing(self._graph, stream):
             self._result = self._compute(self._inputs)
