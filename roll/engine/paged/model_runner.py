@@ -107,6 +107,9 @@ class ModelRunner:
     def switch_cache(self, cache: PagedKVCache, width: int) -> None:
         """Switches to another cache with the same contents and drops the graphs. No step may be in flight."""
         self._graphs.clear()
+        if self._memory is not None:
+            torch.cuda.empty_cache()  # graphs cannot be captured in a pool that keeps the memory of dropped ones
+            self._memory = torch.cuda.graph_pool_handle()
         self._cache, self._width = cache, width
 
     @property
