@@ -95,6 +95,9 @@ class PagedEngine:
         was routed to, if the model has experts."""
         self.model = model
         self.version = version
+        self.context = longest_sequence(model.config)
+        """Longest sequence the model supports, in tokens."""
+        self._vocabulary = int(model.config.vocab_size)
         self._tokenizer = tokenizer
         self._kv_manager = KVManager(model, max_running, kv_tokens, RouteShape.of(model) if records_routes else None)
         self._slots = BatchState(max_running)
@@ -108,11 +111,6 @@ class PagedEngine:
         self._in_flight: deque[_InFlightStep] = deque()
         self._finished: deque[_FinishedRequest] = deque()
         self._generated = self._computed = self._shared = self._decoded = self._count = self._preemptions = 0
-
-    @property
-    def context(self) -> int:
-        """Longest sequence the model supports, in tokens."""
-        return longest_sequence(self.model.config)
 
     @property
     def has_work(self) -> bool:
@@ -131,7 +129,7 @@ class PagedEngine:
         )
 
     def add(self, request: Request) -> None:
-        request.check(self._by_id, self.context, int(self.model.config.vocab_size))
+        request.check(self._by_id, self.context, self._vocabulary)
         self._kv_manager.announce(request)
         sequence = PagedSequence(request)
         self._by_id[request.id] = sequence

@@ -22,15 +22,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
 from roll.data.batch import Batch
 from roll.data.remote_columns import Indices
-from roll.data.tokenlog import IntArray, branches, common_prefix
+from roll.data.tokenlog import IntArray, branches
 from roll.model.shape import ModelShape
-from roll.strategy.train.packing import sorted_order
+from roll.strategy.train.packing import common_prefixes, sorted_order
 
 TOLERANCE = 0.03
 """How far the slowest rank may be above the mean before one of its groups is halved."""
@@ -74,8 +73,7 @@ class Forest:
         for index, branch in enumerate(order):
             self._branches[owner[branch]].append(index)
         self._lengths = np.array([len(flat[branch]) for branch in order], np.int64)
-        neighbours = [common_prefix(flat[one], flat[other]) for one, other in pairwise(order)]
-        levels = [np.array([0, *neighbours], np.int64)]
+        levels = [np.array([0, *common_prefixes([flat[branch] for branch in order])], np.int64)]
         while (step := 1 << (len(levels) - 1)) < len(order):
             levels.append(np.minimum(levels[-1], np.append(levels[-1][step:], np.zeros(step, np.int64))))
         self._shortest = np.stack(levels)

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from roll.data.batch import Batch
 from roll.data.remote_columns import Indices
 from roll.data.routes import to_signed
-from roll.data.tokenlog import branches
+from roll.data.tokenlog import FORK, branches
 from roll.model.attention import AttentionPlan, forward_rows
 from roll.model.routing import FREE
 from roll.strategy.train.packing import PrefixTree, cut, pack
@@ -117,14 +117,15 @@ def micro_batches(
     recorded = any(each.shape[1] for each in known[:1])  # all have the same width
     for members, tree in _packed(batch, limit_rows, share):
         found = iter(tree.paths)
-        paths = [np.concatenate([next(found) for _ in spans[i]]) for i in members]
-        responses = [response_positions(masks[i]) for i in members]
-        counts = [len(response) for response in responses]
-        where = np.concatenate([batch.offsets[i] + response for i, response in zip(members, responses, strict=True)])
+        paths = [next(found) if len(spans[i]) == 1 else np.concatenate([next(found) for _ in spans[i]]) for i in members]
+        rows_of_tokens, ids = np.concatenate(paths), np.concatenate([sequences[i] for i in members])
+        sampled, counts = sampled_positions([masks[i] for i in members])
+        lengths = batch.lengths[members]
+        where = sampled + np.repeat(batch.offsets[members] - (np.cumsum(lengths) - lengths), counts)
         sample = np.repeat(np.arange(len(members)), counts)
         predictions = TargetIndex.of(
-            rows=np.concatenate([path[response - 1] for path, response in zip(paths, responses, strict=True)]),
-            targets=np.concatenate([sequences[i][response] for i, response in zip(members, responses, strict=True)]),
+            rows=rows_of_tokens[sampled - 1],
+            targets=ids[sampled],
             temperatures=np.repeat(temperatures[members], counts),
             device=device,
         )
@@ -138,7 +139,7 @@ def micro_batches(
             where=where,
             members=members,
             ends=on_device(np.array([path[-1] for path in paths]), device),
-            uses=on_device(np.bincount(np.concatenate(paths), minlength=tree.rows).astype(np.float32), device),
+            uses=on_device(np.bincount(rows_of_tokens, minlength=tree.rows).astype(np.float32), device),
             routes=on_device(_of_rows([known[i] for i in members], paths, tree.rows), device) if recorded else None,
             samples=SampleRows.of(paths, device) if samples else None,
         )
@@ -161,8 +162,8 @@ def largest_rows(batch: Batch, limit_rows: int, share: bool = True) -> int:
 
 def _packed(batch: Batch, limit_rows: int, share: bool) -> Iterator[tuple[Indices, PrefixTree]]:
     """The samples of each micro-batch, and their prefix tree."""
-    sequences, masks, spans = batch.rows("ids"), batch.rows("loss_mask"), _spans(batch)
-    trained = np.flatnonzero([mask.any() for mask in masks])
+    sequences, spans = batch.rows("ids"), _spans(batch)
+    trained = np.flatnonzero(batch.sum_tokens(batch.loss_mask))
     for piece in cut([sequences[i] for i in trained], limit_rows, share):
         members = trained[piece]
         yield members, pack([sequences[i][span] for i in members for span in spans[i]], share)
@@ -170,7 +171,9 @@ def _packed(batch: Batch, limit_rows: int, share: bool) -> Iterator[tuple[Indice
 
 def _spans(batch: Batch) -> list[list[slice]]:
     """The token ranges of each sample's branches."""
-    return [branches(turn) for turn in batch.rows("turn")] if "turn" in batch else [[slice(None)]] * len(batch)
+    if "turn" not in batch or not (batch["turn"] == FORK).any():
+        return [[slice(None)]] * len(batch)
+    return [branches(turn) for turn in batch.rows("turn")]
 
 
 def sequence(
@@ -183,14 +186,16 @@ def sequence(
     return next(micro_batches(batch, len(ids), model, dtype=dtype, device=device))
 
 
-def response_positions(
-    loss_mask: np.ndarray[tuple[int], np.dtype[np.bool_]],
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Indices of a sample's trained tokens. The first token of a sequence cannot be predicted from anything."""
-    where = np.flatnonzero(loss_mask)
-    if len(where) and where[0] == 0:
+def sampled_positions(masks: Sequence[NDArray[np.bool_]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Indices of the trained tokens in the concatenation of the samples, and their number per sample. The first token of
+    a sequence cannot be predicted from anything."""
+    lengths = np.array([len(mask) for mask in masks])
+    ends = np.cumsum(lengths)
+    whole = np.concatenate(masks)
+    if whole[(ends - lengths)[lengths > 0]].any():
         raise ValueError("the first token of a sample is marked as sampled: a token log begins with a prompt")
-    return where
+    sampled = np.flatnonzero(whole)
+    return sampled, np.diff(np.searchsorted(sampled, ends), prepend=0)
 
 
 def _turns(batch: Batch) -> NDArray[np.int64]:

@@ -18,7 +18,7 @@ from itertools import pairwise
 import numpy as np
 
 from roll.data.remote_columns import Indices
-from roll.data.tokenlog import IntArray, common_prefix
+from roll.data.tokenlog import IntArray
 
 
 @dataclass(frozen=True)
@@ -47,19 +47,17 @@ def pack(sequences: Sequence[IntArray], share: bool = True) -> PrefixTree:
     ids: list[IntArray] = []
     positions: list[IntArray] = []
     rows = 0
-    before: IntArray = np.zeros(0, np.int32)
     path: Indices = np.zeros(0, np.int64)
-    for index in order:
+    numbers = np.arange(sum(map(len, sequences)))
+    for index, shared in zip(order, _shared(sequences, order, share), strict=True):
         sequence = sequences[index]
-        shared = common_prefix(before, sequence) if share else 0
         fresh = len(sequence) - shared
-        path = np.concatenate([path[:shared], np.arange(rows, rows + fresh)])
+        path = np.concatenate([path[:shared], numbers[rows : rows + fresh]])
         paths[index], new[index] = path, fresh
         ids.append(sequence[shared:])
-        positions.append(np.arange(shared, len(sequence), dtype=np.int32))
+        positions.append(numbers[shared : len(sequence)])
         rows += fresh
-        before = sequence
-    return PrefixTree(_concat(ids), _concat(positions), paths, new)
+    return PrefixTree(_concat(ids), _concat(positions).astype(np.int32), paths, new)
 
 
 def cut(sequences: Sequence[IntArray], limit_rows: int, share: bool = True) -> list[Indices]:
@@ -67,14 +65,36 @@ def cut(sequences: Sequence[IntArray], limit_rows: int, share: bool = True) -> l
     sequence). There are no more runs than necessary, and they are about equally large, because a small last run costs
     nearly as much as a full one."""
     order = sorted_order(sequences)
-    pairs = pairwise([np.zeros(0, np.int32), *(sequences[i] for i in order)])
-    fresh = [len(after) - (common_prefix(before, after) if share else 0) for before, after in pairs]
     whole = [len(sequences[i]) for i in order]
+    fresh = [length - shared for length, shared in zip(whole, _shared(sequences, order, share), strict=True)]
     runs = _runs(fresh, whole, limit_rows)
     if len(runs) > 1:
         even = math.ceil(sum(fresh) / len(runs)) + max(whole)
         runs = min(_runs(fresh, whole, min(even, limit_rows)), runs, key=len)
     return [np.array([order[i] for i in run], np.int64) for run in runs]
+
+
+def _shared(sequences: Sequence[IntArray], order: Sequence[int], share: bool) -> list[int]:
+    """How many tokens each sequence, in this order, has in common with the one before it."""
+    if not share or not order:
+        return [0] * len(order)
+    return [0, *common_prefixes([sequences[i] for i in order])]
+
+
+def common_prefixes(sequences: Sequence[IntArray]) -> list[int]:
+    """The lengths of the common prefixes of neighbouring sequences: one less than there are sequences. All neighbours are
+    compared by one operation."""
+    if len(sequences) < 2:
+        return []
+    lengths = np.array([len(sequence) for sequence in sequences])
+    compared = np.minimum(lengths[:-1], lengths[1:])
+    ends = np.cumsum(compared)
+    before = np.concatenate([one[:count] for one, count in zip(sequences[:-1], compared, strict=True)])
+    after = np.concatenate([other[:count] for other, count in zip(sequences[1:], compared, strict=True)])
+    differing = np.append(np.flatnonzero(before != after), len(before))
+    starts = ends - compared
+    found: list[int] = np.minimum(differing[np.searchsorted(differing, starts)], ends).tolist()
+    return [end - start for end, start in zip(found, starts.tolist(), strict=True)]
 
 
 def _runs(fresh: list[int], whole: list[int], limit: int) -> list[range]:

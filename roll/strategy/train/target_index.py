@@ -54,7 +54,7 @@ class TargetIndex:
     ) -> TargetIndex:
         """rows, targets, temperatures [tokens]"""
         levels, level = np.unique(temperatures, return_inverse=True)
-        distinct, which = np.unique(rows.astype(np.int64) * len(levels) + level, return_inverse=True)
+        distinct, which = _distinct(rows.astype(np.int64) * len(levels) + level)
         span = int(targets.max(initial=0)) + 1
         pairs, pair_of = np.unique(which * span + targets, return_inverse=True)
         sources, row_numbers = pairs // span, distinct // max(len(levels), 1)
@@ -64,7 +64,7 @@ class TargetIndex:
             sources=on_device(sources, device),
             targets=on_device(pairs % span, device),
             pair_of=on_device(pair_of, device),
-            pair_starts=np.searchsorted(sources, np.arange(len(distinct) + 1)),
+            pair_starts=np.concatenate([[0], np.cumsum(np.bincount(sources, minlength=len(distinct)))]),
             row_numbers=row_numbers,
         )
 
@@ -78,6 +78,14 @@ class TargetIndex:
             last = min(first + distributions, len(self))
             found.append(TargetChunk(first, last, int(self.pair_starts[first]), int(self.pair_starts[last])))
         return found
+
+
+def _distinct(numbers: Indices) -> tuple[Indices, Indices]:
+    """The distinct ones among numbers from 0 on, ascending, and the index of each number among them. It needs no sorting,
+    but memory for as many flags as the largest number."""
+    present = np.zeros(int(numbers.max(initial=-1)) + 1, np.bool_)
+    present[numbers] = True
+    return np.flatnonzero(present), np.cumsum(present)[numbers] - 1
 
 
 def on_device(values: NDArray[Any], device: torch.device) -> Tensor:

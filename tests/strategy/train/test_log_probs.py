@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 
 from roll.strategy.train import logprobs, vocabulary
 from roll.strategy.train.logprobs import token_log_probs
-from roll.strategy.train.microbatch import response_positions
+from roll.strategy.train.microbatch import sampled_positions
 from roll.strategy.train.target_index import TargetIndex
 from roll.strategy.train.vocabulary import Kernels, TorchKernels
 
@@ -133,11 +133,27 @@ def test_no_tokens_have_no_log_probs() -> None:
 
 
 def test_sampled_tokens_have_something_before_them() -> None:
-    assert response_positions(np.array([False, True, False, True])).tolist() == [1, 3]
-    assert response_positions(np.zeros(3, np.bool_)).tolist() == []
-    assert response_positions(np.zeros(0, np.bool_)).tolist() == []
+    def found(*masks: list[bool]) -> tuple[list[int], list[int]]:
+        positions, counts = sampled_positions([np.array(mask, np.bool_) for mask in masks])
+        return positions.tolist(), counts.tolist()
+
+    assert found([False, True, False, True]) == ([1, 3], [2])
+    assert found([False, True], [], [False] * 3, [False, True, True]) == ([1, 6, 7], [1, 0, 0, 2])
     with pytest.raises(ValueError, match="a token log begins with a prompt"):
-        response_positions(np.array([True, True]))
+        found([False, True], [], [True, True])
+
+
+@given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=30), st.data())
+def test_each_sampled_token_finds_its_distribution_and_pair(temperatures: list[float], data: st.DataObject) -> None:
+    count = len(temperatures)
+    rows, targets = (np.array(data.draw(st.lists(st.integers(0, 6), min_size=count, max_size=count))) for _ in range(2))
+    index = TargetIndex.of(rows, targets, np.array(temperatures), CPU)
+    source = index.sources[index.pair_of]
+    assert index.rows[source].tolist() == rows.tolist()
+    assert index.temperatures[source].tolist() == temperatures
+    assert index.targets[index.pair_of].tolist() == targets.tolist()
+    assert len(index) == len(set(zip(rows.tolist(), temperatures, strict=True)))
+    assert index.pair_starts.tolist() == [int((index.sources < i).sum()) for i in range(len(index) + 1)]
 
 
 def kernels_agree(kernels: Kernels, device: str, dtype: torch.dtype, cap: float | None) -> None:

@@ -15,9 +15,10 @@ from hypothesis_examples import examples
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from roll.data.tokenlog import common_prefix
 from roll.model.attention import AttentionPlan
 from roll.strategy.train import tree_attention
-from roll.strategy.train.packing import PrefixTree, common_prefix, cut, pack, sorted_order
+from roll.strategy.train.packing import PrefixTree, common_prefixes, cut, pack, sorted_order
 from roll.strategy.train.tree_attention import BucketPlan, VarlenPlan, tree_plan
 
 CASES = settings(max_examples=examples(100), deadline=None, derandomize=True)
@@ -47,6 +48,13 @@ def test_every_distinct_prefix_is_one_row(sequences: list[NDArray[np.int32]]) ->
     # Every row is new in exactly one sequence, at the end of its path.
     fresh = [row for path, new in zip(tree.paths, tree.new, strict=True) for row in path[len(path) - new :].tolist()]
     assert sorted(fresh) == list(range(tree.rows))
+
+
+@CASES
+@given(SEQUENCES)
+def test_neighbours_share_what_two_of_them_alone_share(sequences: list[NDArray[np.int32]]) -> None:
+    expected = [common_prefix(one, other) for one, other in itertools.pairwise(sequences)]
+    assert common_prefixes(sequences) == expected
 
 
 @CASES
@@ -86,7 +94,6 @@ def test_the_example_of_the_docstring() -> None:
     assert [path.tolist() for path in tree.paths] == [[0, 1, 2], [0, 1, 3], [0, 1]]
     assert tree.positions.tolist() == [0, 1, 2, 2]
     assert cut([], 8) == []
-    assert common_prefix(np.array([1, 2], np.int32), np.array([1, 2, 3], np.int32)) == 2
 
 
 def separate_attention(tree: PrefixTree, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
