@@ -45,7 +45,7 @@ def pack(sequences: Sequence[IntArray], share: bool = True) -> PrefixTree:
     paths: list[Indices] = [np.zeros(0, np.int64)] * len(sequences)
     new = [0] * len(sequences)
     ids: list[IntArray] = []
-    positions: list[IntArray] = []
+    positions: list[Indices] = []
     rows = 0
     path: Indices = np.zeros(0, np.int64)
     numbers = np.arange(sum(map(len, sequences)))
@@ -57,7 +57,7 @@ def pack(sequences: Sequence[IntArray], share: bool = True) -> PrefixTree:
         ids.append(sequence[shared:])
         positions.append(numbers[shared : len(sequence)])
         rows += fresh
-    return PrefixTree(_concat(ids), _concat(positions).astype(np.int32), paths, new)
+    return PrefixTree(_concat(ids), np.concatenate([*positions, numbers[:0]]).astype(np.int32), paths, new)
 
 
 def cut(sequences: Sequence[IntArray], limit_rows: int, share: bool = True) -> list[Indices]:
