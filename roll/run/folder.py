@@ -118,8 +118,9 @@ class RunFolder:
             )
 
     @classmethod
-    def open(cls, path: Path, any_format: bool = False) -> RunFolder:
+    def open(cls, path: str | Path, any_format: bool = False) -> RunFolder:
         """The run at `path`; refused if its format is one that this version cannot read."""
+        path = Path(path)
         if not path.exists():
             raise UserError(f"there is no run in {path}: write the folder of a run")
         if not cls.is_run(path):

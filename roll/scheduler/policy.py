@@ -242,6 +242,11 @@ def make_policy(name: str, root: str | os.PathLike[str] | None = None) -> Policy
             f"rollout.policy: {name!r} made a {type(policy).__name__}: write a class that inherits from "
             "roll.scheduler.policy.Policy and overrides `on_group_judged` or `poll`"
         )
+    if all(getattr(type(policy), method) is getattr(Policy, method) for method in ("on_group_judged", "poll")):
+        raise UserError(
+            f"rollout.policy: {name!r} would never be called: {type(policy).__name__} overrides neither "
+            "`on_group_judged(control, group)` nor `poll(control)`"
+        )
     return policy
 
 

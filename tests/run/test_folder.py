@@ -16,7 +16,7 @@ from roll.run.folder import first_missing_folder
 
 def test_a_run_is_created_and_opened(tmp_path: Path) -> None:
     created = RunFolder.create(tmp_path / "runs" / "one", "seed: 3\n")
-    opened = RunFolder.open(tmp_path / "runs" / "one")
+    opened = RunFolder.open(str(tmp_path / "runs" / "one"))
     assert opened == created
     assert opened.config_path.read_text() == "seed: 3\n"
 

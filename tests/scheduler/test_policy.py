@@ -242,6 +242,7 @@ def test_the_example_of_the_docs_works_as_it_is(tmp_path: Path) -> None:
         ("stragglers=-1", "needs a number of seconds"),
         ("collections:Counter", "made a Counter: write a class that inherits from roll.scheduler.policy.Policy"),
         ("roll.scheduler.policy:SchedulerControl", "could not be made: TypeError"),
+        ("roll.scheduler.policy:Policy", "would never be called: Policy overrides neither `on_group_judged"),
     ],
 )
 def test_what_is_no_policy_is_refused(name: str, says: str) -> None:
