@@ -60,6 +60,8 @@ def strip_thinking(text: str) -> str | None:
     equivalent. A closing tag without an opening one ends thinking that the prompt began: everything before it is
     thinking.
     """
+    if "<" not in text and "[" not in text:
+        return text
     pieces: list[str] = []
     at, thinking = 0, ""
     for mark in _THINKING.finditer(text):
@@ -101,10 +103,15 @@ def final_statement(text: str) -> Stated | None:
     a heading `Answer`, the next line."""
     if "answer" not in text.lower():  # the search below takes ten times as long
         return None
-    last = None
-    for last in _STATEMENT.finditer(text):  # noqa: B007 (the last one)
-        pass
-    return None if last is None else Stated(_line(text[last.end() :]), "statement")
+    end = len(text)
+    while end >= 0:  # line by line from the last: no introduction goes over the end of its line
+        start = text.rfind("\n", 0, end) + 1
+        says_answer = "wer" in text[start:end].lower()  # its `s` may be any that Unicode has
+        found = list(_STATEMENT.finditer(text, start, end)) if says_answer else []
+        if found:
+            return Stated(_line(text[found[-1].end() :]), "statement")
+        end = start - 1
+    return None
 
 
 def _line(rest: str) -> str:
@@ -131,6 +138,8 @@ def first_sentence(text: str) -> str:
 def _after_hashes(text: str) -> str | None:
     """The text after the last `####` on its line, or on the next if nothing follows on its own. Words followed by more
     text are a Markdown heading, not an answer."""
+    if "####" not in text:
+        return None
     last = None
     for last in _HASHES.finditer(text):  # noqa: B007 (the last one)
         pass
@@ -147,6 +156,8 @@ def _after_hashes(text: str) -> str | None:
 
 def last_tag(text: str, tag: str) -> str | None:
     """The content of the last closed `<tag>…</tag>`, the innermost if they nest, or None."""
+    if "</" not in text:
+        return None
     start, opened, end = -1, -1, -1
     for mark in re.finditer(rf"<(/?){re.escape(tag)}(?:\s[^<>]{{0,200}})?>", text, re.IGNORECASE):
         if not mark[1]:
@@ -158,6 +169,8 @@ def last_tag(text: str, tag: str) -> str | None:
 
 def last_box(text: str) -> str | None:
     """The content of the last closed `\\boxed{}`, the innermost if they nest, or None."""
+    if "box" not in text:
+        return None
     opened: list[int | None] = []  # where the content of each open brace starts, if it is a box's
     start, end = -1, -1
     for match in _BRACES.finditer(text):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-from roll.reward.numerals import VULGAR, numerals, plain_numerals, tail_with_digits
+from roll.reward.numerals import VULGAR, last_two_numerals, plain_numerals, tail_with_digits
 
 LONGEST = 2000
 """Maximum characters of an expression."""
@@ -243,12 +243,12 @@ def _is_formula(match: re.Match[str]) -> bool:
 
 def _last_numeral(text: str) -> str | None:
     plain = plain_numerals(tail_with_digits(text))
-    found = list(numerals(plain))
-    if not found or found[-1].value is None:
+    before, last = last_two_numerals(plain)
+    if last is None or last.value is None:
         return None
-    if len(found) > 1 and _LISTED_BETWEEN.fullmatch(plain, found[-2].end, found[-1].start):
+    if before is not None and _LISTED_BETWEEN.fullmatch(plain, before.end, last.start):
         return None
-    return f"{found[-1].value}" + (r"\%" if found[-1].percent else "")
+    return f"{last.value}" + (r"\%" if last.percent else "")
 
 
 def _outside_brackets(text: str) -> str:

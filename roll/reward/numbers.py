@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from fractions import Fraction
 
 from roll.data.task import Response, Task
 from roll.reward.extract import first_sentence, marked_answer, stated_answer, strip_thinking
-from roll.reward.numerals import LONGEST, Numeral, numerals, plain_numerals, read_number, tail_with_digits
+from roll.reward.numerals import LONGEST, last_two_numerals, plain_numerals, read_number, tail_with_digits
 
 _LISTED = re.compile(r"[ \t]*(?:[,;&+*/-]|x|,?[ \t]*(?:or|and|to|nor|vs\.?))?[ \t(]*", re.IGNORECASE)
 """Text between numbers that are listed, or are parts of an expression."""
@@ -90,13 +91,10 @@ def last_number(text: str, several: Callable[[str], bool] = _are_listed) -> Frac
     """The last number in the text; None if there is none, if the last one only begins like a number (`3:30`), or if it is
     one of a list (`6, 7`, `6 or 7`) or of an unevaluated expression (`2 + 3`)."""
     plain = plain_numerals(tail_with_digits(text))
-    last: Numeral | None = None
-    before: Numeral | None = None
-    for numeral in numerals(plain):
-        before, last = last, numeral
+    before, last = last_two_numerals(plain)
     if last is None or last.value is None:
         return None
-    if before is not None and before.value != last.value and several(plain[before.end : last.start]):
+    if before is not None and several(plain[before.end : last.start]) and before.value != last.value:
         return None
     return last.value
 
@@ -114,12 +112,18 @@ def number_of(task: Task) -> Fraction:
     """The task's answer as a number."""
     answer = task.answer
     if answer is not None and not isinstance(answer, bool):
-        text = str(answer)
-        found = marked_answer(text) if isinstance(answer, str) else None
-        numeral = read_number(found.text if found else text)
-        if numeral is not None and numeral.value is not None:
-            return numeral.value
+        value = _number_in(str(answer), isinstance(answer, str))
+        if value is not None:
+            return value
     raise ValueError(
         f"the answer of task {task.id!r}, {answer!r}, is not a number: write one such as 72, -1,234.5, 1/2 or 1.2e3 "
         "(with tasks from a table, answer_pattern takes it out of a longer text), or choose another reward, such as math"
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _number_in(answer: str, may_be_marked: bool) -> Fraction | None:
+    """The number that an answer is; None if it is none. Cached, since all responses to a task are compared with it."""
+    found = marked_answer(answer) if may_be_marked else None
+    numeral = read_number(found.text if found else answer)
+    return None if numeral is None else numeral.value
