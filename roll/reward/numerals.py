@@ -78,6 +78,7 @@ _REPLACED: tuple[tuple[str, re.Pattern[str], str], ...] = tuple(
     )
 )
 """Marks, a pattern whose every match contains one of them, and what replaces a match."""
+_MARKED = re.compile(f"[{re.escape(''.join(marks for marks, _, _ in _REPLACED))}]")
 _MULTIPLIERS = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 
 _WHOLE = r"""(?>(?:[1-9]\d{0,2}+(?:(?:,\d{3})+|(?:[ ]\d{3})+|(?:'\d{3})+)|[1-9]\d?+(?:,\d\d)+,\d{3})(?!\d)|\d+)"""
@@ -165,6 +166,8 @@ def plain_numerals(text: str) -> str:
         text = _FRAC.sub(
             lambda match: f"{match[1] + ' ' if match[1] else ''}{match[2] or match[3]}/{match[4] or match[5]}", text
         )
+    if not _MARKED.search(text):
+        return text
     for marks, pattern, by in _REPLACED:
         for mark in marks:
             if mark in text:
