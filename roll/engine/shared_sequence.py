@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from torch import Tensor
 
 from roll.data.routes import Routes
 from roll.data.tokenlog import IntArray
+from roll.engine.prefix_index import TOKEN_BYTES, Key, key_of
 from roll.engine.request import Completion, Finish, Progress, Request
 
 
@@ -40,6 +42,19 @@ class SharedSequence:
     forced_ids: tuple[int, ...] = ()
     """Response tokens that its requests bring along and that are recomputed token by token, as when they were sampled;
     they are the first of `ids`."""
+    slot: int = field(default=-1, init=False)
+    """Its slot in the KV cache, while it runs and while it is kept."""
+    shared_key: Key = field(default=b"", init=False)
+    """The key of the tokens that other sequences find it by."""
+
+    @cached_property
+    def prompt_key(self) -> Key:
+        return key_of(self.prompt)
+
+    @property
+    def shared_tokens(self) -> int:
+        """Number of tokens that other sequences find it by."""
+        return len(self.shared_key) // TOKEN_BYTES
 
     @property
     def length(self) -> int:

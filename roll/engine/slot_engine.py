@@ -34,6 +34,7 @@ from roll.engine.cache import CachePlan, DecodeRows, PrefillChunk, SlotCache
 from roll.engine.cpu_forward import column_logits, forward_columns, supported
 from roll.engine.kv_sizing import CacheShape, FreeBytes, KVBudget, SlotSizing
 from roll.engine.memory import free_bytes
+from roll.engine.prefix_index import key_of
 from roll.engine.request import Completion, Finish, Progress, Request
 from roll.engine.routes import RouteRecorder, RouteShape
 from roll.engine.sampling import sample_tokens
@@ -105,6 +106,8 @@ class SlotEngine:
         """The first waiting request and the number of running ones, if that request cannot get a slot while that many
         run."""
         self._prefilling: list[SharedSequence] = []  # sequences with unfinished prefill, oldest first
+        self._extended: list[SharedSequence] = []
+        """The sequences that got a token in this step."""
         self._ids: set[str] = set()
         self._generated = self._computed = self._shared = self._decoded = self._steps = 0
 
@@ -143,11 +146,11 @@ class SlotEngine:
                 self._waiting.remove(request)
                 self._ids.remove(id)
                 return SharedSequence(request.ids, [], self.version).completion(SequenceMember(request), "abort")
-        for slot, sequence in enumerate(self._slots.running):
+        for sequence in self._slots.running:
             for member in sequence.members:
                 if member.request.id == id:
-                    completion = self._completion(slot, member, "abort")
-                    self._remove(slot, member)
+                    completion = self._completion(sequence, member, "abort")
+                    self._remove(sequence, member)
                     return completion
         return None
 
@@ -219,7 +222,7 @@ class SlotEngine:
             prompt, response = (
                 (request.prompt, tuple(request.response_ids.tolist())) if self._exact else (request.ids, ())
             )
-            key = prompt.astype(np.int64).tobytes(), response
+            key = key_of(prompt), response
             sequence = fresh.get(key)
             if sequence is None:
                 sequence = fresh[key] = SharedSequence(prompt, [], self.version, forced_ids=response)
@@ -233,16 +236,17 @@ class SlotEngine:
         """The cache shape to use now, and how many waiting requests, oldest first, get a slot in it. Every request counts
         as one slot, even if it shares a sequence: it may sample a different token and then needs its own."""
         current, prefixes = self._cache.shape, self._slots.cached_prefix_count
-        running = [member.request.tokens for sequence in self._slots.running for member in sequence.members]
-        if self._blocked == (self._waiting[0].id, len(running)):
+        count_running = len(self._ids) - len(self._waiting)
+        if self._blocked == (self._waiting[0].id, count_running):
             return current, 0
-        waiting = [request.tokens for request in islice(self._waiting, self._max_running - len(running))]
-        required = min(len(running) + len(waiting) + prefixes, self._max_running)
+        waiting = [request.tokens for request in islice(self._waiting, self._max_running - count_running)]
+        required = min(count_running + len(waiting) + prefixes, self._max_running)
         if required <= current.slots and max(waiting, default=0) <= current.positions:
             return current, len(waiting)
         most = self._limit.tokens(current.tokens)
+        running = [member.request.tokens for sequence in self._slots.running for member in sequence.members]
         shape, count = self._sizing.choose(current, running, waiting, prefixes, most)
-        self._blocked = None if count else (self._waiting[0].id, len(running))
+        self._blocked = None if count else (self._waiting[0].id, count_running)
         if shape != current and self._sizing.peak(current, shape) > most:
             assert not running, "running sequences cannot be moved"
             self._slots.evict_all()
@@ -267,18 +271,18 @@ class SlotEngine:
     def _chunks(self, budget: int) -> list[PrefillChunk]:
         """Prompt rows for the next pass, oldest request first. If another sequence in this pass computes a shared prefix,
         the sequence waits for the next pass and copies the prefix then."""
-        slots = {id(sequence): slot for slot, sequence in enumerate(self._slots.running)}
         chunks: list[PrefillChunk] = []
         started: list[SharedSequence] = []
         for sequence in self._prefilling:
-            if not budget or sequence.hidden is not None:
+            if not budget:
+                break
+            if sequence.hidden is not None:
                 continue
-            slot = slots[id(sequence)]
-            self._shared += self._slots.share(slot)
+            self._shared += self._slots.share(sequence)
             worth = max(sequence.cached + 1, SHORTEST_SHARED)
             if sequence.hidden is None and not any(share_prefix(each.prompt, sequence.prompt, worth) for each in started):
                 rows = min(budget, len(sequence.prompt) - sequence.cached)
-                chunks.append(PrefillChunk(slot, sequence.cached, rows))
+                chunks.append(PrefillChunk(sequence.slot, sequence.cached, rows))
                 started.append(sequence)
                 budget -= rows
         return chunks
@@ -286,11 +290,12 @@ class SlotEngine:
     def _compute_in_tiles(self) -> None:
         """As `_compute_mixed`, in passes of a fixed number of rows: each prompt in full, in chunks counted from its
         start, then the decode rows."""
-        for slot, sequence in enumerate(self._slots.running):
+        for sequence in self._slots.running:
             if not sequence.ids and sequence.hidden is None:
-                self._shared += self._slots.share(slot)
+                self._shared += self._slots.share(sequence)
                 for start in range(sequence.cached, len(sequence.prompt), EXACT_ROWS):
-                    self._compute([PrefillChunk(slot, start, min(EXACT_ROWS, len(sequence.prompt) - start))], [])
+                    rows = min(EXACT_ROWS, len(sequence.prompt) - start)
+                    self._compute([PrefillChunk(sequence.slot, start, rows)], [])
         decoding = self._decoding()
         for first in range(0, len(decoding), EXACT_ROWS):
             self._compute([], decoding[first : first + EXACT_ROWS])
@@ -314,6 +319,7 @@ class SlotEngine:
             sequence.cached = end
             if end == len(sequence.prompt):
                 sequence.hidden = sequence.prompt_hidden = hidden[row - 1].clone()
+            self._slots.computed(sequence)
         for number, each in enumerate(decoding, row):
             running[each.slot].hidden = hidden[number]
             running[each.slot].cached = each.length
@@ -338,10 +344,11 @@ class SlotEngine:
         """Samples a token for every request with a hidden state. A sequence splits if its requests sampled different
         tokens."""
         self._prefilling = [sequence for sequence in self._prefilling if sequence.hidden is None]
-        for sequence in self._slots.running:
-            if sequence.hidden is not None and sequence.repeats:
+        computed = [sequence for sequence in self._slots.running if sequence.hidden is not None]
+        for sequence in computed:
+            if sequence.repeats:
                 self._append(sequence, sequence.forced_ids[len(sequence.ids)])
-        ready = [(slot, each.hidden) for slot, each in enumerate(self._slots.running) if each.hidden is not None]
+        ready = [(sequence.slot, sequence.hidden) for sequence in computed if sequence.hidden is not None]
         rows = EXACT_ROWS if self._exact else max(len(ready), 1)
         for first in range(0, len(ready), rows):
             self._sample([slot for slot, _ in ready[first : first + rows]], [h for _, h in ready[first : first + rows]])
@@ -372,7 +379,9 @@ class SlotEngine:
         sequence.hidden = None
         for token, members in list(branches.items())[1:]:
             ids, versions = [*sequence.ids, token], [*sequence.versions, self.version]
-            self._slots.fork(slot, replace(sequence, members=members, ids=ids, versions=versions))
+            fork = replace(sequence, members=members, ids=ids, versions=versions)
+            self._slots.fork(slot, fork)
+            self._extended.append(fork)
         token, members = next(iter(branches.items()))
         sequence.members = members
         self._append(sequence, token)
@@ -381,20 +390,22 @@ class SlotEngine:
         sequence.hidden = None
         sequence.ids.append(token)
         sequence.versions.append(self.version)
+        self._extended.append(sequence)
 
     def _collect(self) -> list[Completion]:
+        """The requests whose last token ends them, in the order of their slots."""
         finished: list[Completion] = []
-        for slot in reversed(range(len(self._slots.running))):
-            sequence = self._slots.running[slot]
+        extended, self._extended = self._extended, []
+        for sequence in sorted(extended, key=lambda each: each.slot, reverse=True):
             for member in list(sequence.members) if sequence.sampled else []:
                 finish = self._finish_of(sequence, member)
                 if finish is not None:
-                    finished.append(self._completion(slot, member, finish))
-                    self._remove(slot, member)
+                    finished.append(self._completion(sequence, member, finish))
+                    self._remove(sequence, member)
         return finished[::-1]
 
-    def _completion(self, slot: int, member: SequenceMember, finish: Finish) -> Completion:
-        sequence, start = self._slots.running[slot], member.request.routes_from
+    def _completion(self, sequence: SharedSequence, member: SequenceMember, finish: Finish) -> Completion:
+        slot, start = sequence.slot, member.request.routes_from
         routes = None if start is None else self._cache.routes_of(slot, min(start, sequence.cached), sequence.cached)
         return sequence.completion(member, finish, routes)
 
@@ -407,13 +418,12 @@ class SlotEngine:
         return "length" if sequence.sampled >= sampling.max_new_tokens else None
 
     @torch.inference_mode()
-    def _remove(self, slot: int, member: SequenceMember) -> None:
+    def _remove(self, sequence: SharedSequence, member: SequenceMember) -> None:
         """Removes a request. A sequence without requests ends; its slot is kept for prefix reuse if it was computed with
         the current weights only."""
         self._ids.remove(member.request.id)
-        sequence = self._slots.running[slot]
         sequence.members.remove(member)
         if not sequence.members:
             if sequence in self._prefilling:
                 self._prefilling.remove(sequence)
-            self._slots.retire(slot, cache_prefix=sequence.version == self.version)
+            self._slots.retire(sequence, cache_prefix=sequence.version == self.version)
