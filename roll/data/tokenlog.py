@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 Kind = Literal["prompt", "response", "observation"]
+_Number = TypeVar("_Number", bound=np.generic)
 
 NO_VERSION = -1
 NO_TURN = -1
@@ -49,14 +50,54 @@ class Segment:
     versions: IntArray | None = None
 
 
-class TokenLog:
-    """Append-only segments of one attempt, and the flat columns derived from them."""
+class _Columns:
+    """The flat columns of a log. They grow in place: an array that was returned keeps its values, and an append costs as
+    much as its own tokens."""
 
     def __init__(self) -> None:
+        self.length = 0
+        self.ids = np.empty(0, np.int32)
+        self.behaviour = np.empty(0, np.float32)
+        self.versions = np.empty(0, np.int32)
+        self.turn = np.empty(0, np.int32)
+
+    def append(
+        self,
+        ids: Sequence[int] | IntArray,
+        turn: int,
+        logprobs: Sequence[float] | FloatArray | float = 0.0,
+        versions: Sequence[int] | IntArray | int = NO_VERSION,
+    ) -> None:
+        start, end = self.length, self.length + len(ids)
+        if end > len(self.ids):
+            self._grow(max(end, 2 * len(self.ids)))
+        self.ids[start:end] = ids
+        self.behaviour[start:end] = logprobs
+        self.versions[start:end] = versions
+        self.turn[start:end] = turn
+        self.length = end
+
+    def _grow(self, capacity: int) -> None:
+        for name in ("ids", "behaviour", "versions", "turn"):
+            old = getattr(self, name)
+            new = np.empty(capacity, old.dtype)
+            new[: self.length] = old[: self.length]
+            setattr(self, name, new)
+
+
+class TokenLog:
+    """Append-only segments of one attempt, kept as flat columns. The columns that it returns are read-only."""
+
+    def __init__(self) -> None:
+        self._columns = _Columns()
+        self._ends: list[tuple[Kind, int]] = []
+        """The kind of each segment, and the number of tokens up to its end."""
         self._segments: list[Segment] = []
-        self._branch = 0
-        """Index of the segment at which the last branch begins."""
-        self._branch_tokens = 0
+        """The first segments, as far as they were asked for."""
+        self._responses = 0
+        self._response_tokens = 0
+        self._branch_start = 0
+        """The first token of the last branch."""
         self._routes: list[tuple[int, Routes]] = []
         """Recorded routes: the first token's index, and one row per token."""
         self._routed = 0
@@ -80,7 +121,7 @@ class TokenLog:
             if not len(span):
                 continue
             if turn[span[0]] < 0:
-                (log.fork if forks[span[0]] else log.observe if log._segments else log.prompt)(ids[span])
+                (log.fork if forks[span[0]] else log.observe if log._ends else log.prompt)(ids[span])
                 continue
             for _ in range(responses, turn[span[0]]):
                 log.respond([], [], [])  # a response without tokens is visible only in the numbering
@@ -104,28 +145,43 @@ class TokenLog:
     @property
     def segments(self) -> tuple[Segment, ...]:
         """What was appended, in order."""
+        start = self._ends[len(self._segments) - 1][1] if self._segments else 0
+        for kind, end in self._ends[len(self._segments) :]:
+            self._segments.append(self._segment(kind, slice(start, end)))
+            start = end
         return tuple(self._segments)
 
+    def _segment(self, kind: Kind, tokens: slice) -> Segment:
+        if kind != "response":
+            return Segment(kind, self.ids[tokens])
+        return Segment(kind, self.ids[tokens], self.behaviour[tokens], self.versions[tokens])
+
     def __len__(self) -> int:
-        return sum(len(segment.ids) for segment in self._segments)
+        return self._columns.length
 
     def prompt(self, ids: Sequence[int] | IntArray) -> None:
         """Appends tokens of a prompt, which are not trained on."""
-        if self._segments:
+        if self._ends:
             raise ValueError("a token log begins with its prompt: later input is an observation")
-        self._append(Segment("prompt", _read_only(ids, np.int32)))
+        self._columns.append(ids, NO_TURN)
+        self._end_segment("prompt")
 
     def fork(self, ids: Sequence[int] | IntArray) -> None:
         """Begins a branch with this prompt."""
-        if not self._segments or not len(ids):
+        if not self._ends or not len(ids):
             raise ValueError("a branch begins with its prompt, after the log has begun with one")
-        self._append(Segment("prompt", _read_only(ids, np.int32)))
+        start = len(self)
+        self._columns.append(ids, NO_TURN)
+        self._columns.turn[start] = FORK
+        self._branch_start, self._routed = start, 0
+        self._end_segment("prompt")
 
     def observe(self, ids: Sequence[int] | IntArray) -> None:
         """Appends tokens of an environment's observation, which are not trained on."""
-        if not self._segments:
+        if not self._ends:
             raise ValueError("a token log begins with its prompt, not with an observation")
-        self._append(Segment("observation", _read_only(ids, np.int32)))
+        self._columns.append(ids, NO_TURN)
+        self._end_segment("observation")
 
     def respond(
         self,
@@ -136,17 +192,16 @@ class TokenLog:
     ) -> None:
         """Appends sampled tokens with the sampler's log-probabilities and weight versions. `routes` has the rows of the
         branch's tokens from index `routed_tokens` on, including these, as far as they are known."""
-        if not self._segments:
+        if not self._ends:
             raise ValueError("a token log begins with its prompt, not with a response")
         if not len(ids) == len(logprobs) == len(versions):
             raise ValueError(f"{len(ids)} response tokens with {len(logprobs)} log-probs and {len(versions)} versions")
-        self._append(
-            Segment(
-                "response", _read_only(ids, np.int32), _read_only(logprobs, np.float32), _read_only(versions, np.int32)
-            )
-        )
+        self._columns.append(ids, self._responses, logprobs, versions)
+        self._responses += 1
+        self._response_tokens += len(ids)
+        self._end_segment("response")
         if routes is not None:
-            self._keep_routes(len(self) - self._branch_tokens + self._routed, _read_only(routes, routes.dtype))
+            self._keep_routes(self._branch_start + self._routed, _read_only(routes, routes.dtype))
 
     def _keep_routes(self, start: int, routes: Routes) -> None:
         """Stores the routes of tokens of the last branch, from `start` on."""
@@ -162,11 +217,8 @@ class TokenLog:
             self._routes.append((start, routes))
             self._routed += len(routes)
 
-    def _append(self, segment: Segment) -> None:
-        if segment.kind == "prompt":
-            self._branch, self._branch_tokens, self._routed = len(self._segments), 0, 0
-        self._segments.append(segment)
-        self._branch_tokens += len(segment.ids)
+    def _end_segment(self, kind: Kind) -> None:
+        self._ends.append((kind, len(self)))
 
     def imitate(self, ids: Sequence[int] | IntArray) -> None:
         """Appends a response that was not sampled."""
@@ -175,50 +227,42 @@ class TokenLog:
     @property
     def ids(self) -> IntArray:
         """All token ids."""
-        return _concat([s.ids for s in self._segments], np.int32)
+        return self._view(self._columns.ids)
 
     @property
     def context(self) -> IntArray:
         """The context of the next token: the tokens of the last branch."""
-        return _concat([s.ids for s in self._segments[self._branch :]], np.int32)
+        return self.ids[self._branch_start :]
 
     @property
     def context_tokens(self) -> int:
         """Number of tokens in the context."""
-        return self._branch_tokens
+        return len(self) - self._branch_start
 
     @property
     def loss_mask(self) -> BoolArray:
         """Whether each token was sampled, and so may be trained on."""
-        return _concat([np.full(len(s.ids), s.kind == "response") for s in self._segments], np.bool_)
+        return self.turn >= 0
 
     @property
     def behaviour(self) -> FloatArray:
         """The sampler's log-probs; 0 if the token was not sampled."""
-        parts = [s.logprobs if s.logprobs is not None else np.zeros(len(s.ids), np.float32) for s in self._segments]
-        return _concat(parts, np.float32)
+        return self._view(self._columns.behaviour)
 
     @property
     def versions(self) -> IntArray:
         """The version that sampled each token; `NO_VERSION` if the token was not sampled."""
-        parts = [
-            s.versions if s.versions is not None else np.full(len(s.ids), NO_VERSION, np.int32) for s in self._segments
-        ]
-        return _concat(parts, np.int32)
+        return self._view(self._columns.versions)
 
     @property
     def turn(self) -> IntArray:
         """The index of each token's response; `NO_TURN` if the token was not sampled, `FORK` if it begins a branch."""
-        parts: list[IntArray] = []
-        responses = 0
-        for segment in self._segments:
-            sampled = segment.kind == "response"
-            turns = np.full(len(segment.ids), responses if sampled else NO_TURN, np.int32)
-            if segment.kind == "prompt" and parts:
-                turns[0] = FORK
-            parts.append(turns)
-            responses += sampled
-        return _concat(parts, np.int32)
+        return self._view(self._columns.turn)
+
+    def _view(self, column: NDArray[_Number]) -> NDArray[_Number]:
+        view = column[: len(self)]
+        view.setflags(write=False)
+        return view
 
     @property
     def routes(self) -> Routes:
@@ -238,7 +282,7 @@ class TokenLog:
     @property
     def response_tokens(self) -> int:
         """Number of sampled tokens."""
-        return sum(len(s.ids) for s in self._segments if s.kind == "response")
+        return self._response_tokens
 
 
 def branches(turn: IntArray) -> list[slice]:
@@ -275,6 +319,3 @@ def _read_only(values: object, dtype: Any) -> NDArray[Any]:
     array.setflags(write=False)
     return array
 
-
-def _concat(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
-    return np.concatenate(parts) if parts else np.zeros(0, dtype)

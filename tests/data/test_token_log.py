@@ -70,6 +70,19 @@ def test_columns_follow_from_the_segments_and_only_grow(
     assert all(np.array_equal(getattr(again, name), getattr(log, name)) for name in LOG_COLUMNS)
 
 
+@settings(max_examples=examples(50), deadline=None, derandomize=True)
+@given(turns=st.lists(st.tuples(st.sampled_from(KINDS), st.lists(st.integers(0, 99), max_size=40)), max_size=12))
+def test_columns_that_were_read_keep_their_values_when_the_log_grows(turns: list[tuple[str, list[int]]]) -> None:
+    log = TokenLog()
+    log.prompt([1, 2])
+    read: list[tuple[np.ndarray, list[float]]] = []
+    for version, (kind, tokens) in enumerate(turns):
+        grow(log, kind, tokens, version)
+        columns = (log.ids, log.context, log.loss_mask, log.behaviour, log.versions, log.turn)
+        read += [(column, column.tolist()) for column in columns]
+    assert all(column.tolist() == values for column, values in read)
+
+
 def test_the_example_of_the_docstring() -> None:
     log = TokenLog()
     log.prompt(range(5))
@@ -106,7 +119,11 @@ def test_what_was_appended_cannot_be_changed() -> None:
         prompt.ids = source  # type: ignore[misc]
     with pytest.raises(AttributeError):
         log.segments = ()  # type: ignore[misc]
-    log.ids[:] = 0  # a column is a copy
+    for column in (log.ids, log.context, log.behaviour, log.versions, log.turn):
+        with pytest.raises(ValueError, match="read-only"):
+            column[:] = 0
+    log.loss_mask[:] = False  # this column is a copy
+    assert log.loss_mask.tolist() == [False] * 3 + [True] * 3
     assert log.ids.tolist() == [1, 2, 3, 1, 2, 3]
 
 
