@@ -162,4 +162,7 @@ class EngineClient:
 
 
 def _joined(parts: list[IntArray] | list[FloatArray] | list[Routes], dtype: type) -> np.ndarray:
+    """The parts one after the other; a single part is returned as it is."""
+    if len(parts) == 1:
+        return parts[0]
     return np.concatenate(parts) if parts else np.zeros(0, dtype)

@@ -219,7 +219,7 @@ class SampleRunner:
             await self._episode(sample, siblings)
             return
         conversation = self._open(sample, sample.task.messages)
-        response = await self._respond(sample, conversation, siblings)
+        response = await self._respond(sample, conversation, self.sampling_of(sample), siblings)
         self._begin_scoring(sample, response)
         verdict = await self._verdict(sample, response)
         sample.reward, sample.parts, sample.answer = verdict.reward, verdict.parts, verdict.answer
@@ -231,10 +231,12 @@ class SampleRunner:
         except TemplateError as error:
             raise _AttemptFailed(f"the chat template refused the task: {error}") from None
 
-    async def _respond(self, sample: Sample, conversation: Conversation, siblings: Sequence[Sample]) -> Response:
+    async def _respond(
+        self, sample: Sample, conversation: Conversation, sampling: SamplingParams, siblings: Sequence[Sample]
+    ) -> Response:
         """Generates the next response and appends it to the conversation."""
         try:
-            partial, finish = await self._generate(sample, siblings)
+            partial, finish = await self._generate(sample, sampling, siblings)
         except RequestRejected as rejection:
             raise _AttemptFailed(str(rejection)) from None
         finally:
@@ -252,11 +254,12 @@ class SampleRunner:
         sampling = self._domains.get(sample.task.domain, self._sampling)
         return replace(sampling, temperature=sample.temperature, seed=seed_of(self._config.seed, sample.id))
 
-    async def _generate(self, sample: Sample, siblings: Sequence[Sample]) -> tuple[PartialResponse, str]:
+    async def _generate(
+        self, sample: Sample, sampling: SamplingParams, siblings: Sequence[Sample]
+    ) -> tuple[PartialResponse, str]:
         """Generates a whole response, on several engines if needed; returns it and its finish reason. Time spent waiting
         for an engine does not count against `deadline_s`, because the trainer may hold the GPU."""
         prompt, partial, remaining_s = sample.log.context, PartialResponse(), self._deadline_s
-        sampling = self.sampling_of(sample)
         if sample.task.environment is not None:  # without one, the engine rejects a prompt that leaves no tokens free
             free_tokens = max(1, self._max_episode_tokens - len(prompt))
             if free_tokens < sampling.max_new_tokens:
@@ -347,6 +350,7 @@ class SampleRunner:
         assert environments is not None, "the roles of a run with environments have workers for them"
         assert spec is not None
         rank, episode, done = self._next_rank(environments), f"{sample.id}.{sample.tries}", False
+        sampling = self.sampling_of(sample)
         # The last try runs in a process of its own, so that a crash is the sample's own fault.
         alone = (True,) if 1 < sample.tries == self._config.rollout.max_attempts else ()
         try:
@@ -356,7 +360,7 @@ class SampleRunner:
             observed: ResetResult | Step = reset
             sample.reward = 0.0
             while True:
-                response = await self._respond(sample, conversation, siblings)
+                response = await self._respond(sample, conversation, sampling, siblings)
                 self._lifecycle.move(sample, "acting", turn=sample.turns)
                 step = await self._call_environment(environments.call_rank(rank, EnvWorker.step, episode, response.text))
                 done = step.done

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from itertools import repeat
 
 import numpy as np
 
@@ -23,14 +24,18 @@ from roll.data.tokenlog import IntArray
 
 Key = bytes
 
+_NO_BLOCK = 0
+"""The block that belongs to no sequence."""
+
 
 def keys_of(tokens: IntArray, size: int, version: int, known: Sequence[Key] = ()) -> list[Key]:
     """The keys of all full blocks of the tokens; `known` are the keys of the first blocks, if already computed."""
     keys = list(known)
-    data = np.ascontiguousarray(tokens, np.int64)
+    fresh = tokens[len(keys) * size : len(tokens) // size * size]
+    data, block_bytes = np.ascontiguousarray(fresh, np.int64).tobytes(), 8 * size
     parent = keys[-1] if keys else version.to_bytes(8, "little", signed=True)
-    for block in range(len(keys), len(data) // size):
-        parent = hashlib.blake2b(parent + data[block * size : (block + 1) * size].tobytes(), digest_size=16).digest()
+    for start in range(0, len(data), block_bytes):
+        parent = hashlib.blake2b(parent + data[start : start + block_bytes], digest_size=16).digest()
         keys.append(parent)
     return keys
 
@@ -73,23 +78,20 @@ class BlockPool:
 
     def find(self, keys: Sequence[Key]) -> list[int]:
         """The blocks of the longest cached prefix of these keys."""
-        found: list[int] = []
-        for key in keys:
-            block = self._block_of.get(key)
-            if block is None:
-                break
-            found.append(block)
-        return found
+        found = list(map(self._block_of.get, keys, repeat(_NO_BLOCK)))
+        return found[: found.index(_NO_BLOCK)] if _NO_BLOCK in found else found
 
     def use(self, blocks: Sequence[int]) -> None:
         """Adds one user to each of these blocks."""
+        users, cached = self._users, self._cached
         for block in blocks:
-            self._cached.pop(block, None)
-            self._users[block] += 1
+            if not users[block]:
+                cached.pop(block, None)
+            users[block] += 1
 
     def spare_among(self, blocks: Sequence[int]) -> int:
         """How many of these blocks no sequence uses: using them reduces the spare blocks by that number."""
-        return sum(self._users[block] == 0 for block in blocks)
+        return list(map(self._users.__getitem__, blocks)).count(0)
 
     def take(self, count: int) -> list[int]:
         """Allocates blocks for new contents; at least `count` must be spare."""
@@ -108,14 +110,16 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Removes one user from each of these blocks. The last blocks of a sequence become spare first, because a shorter
         prefix is more likely to be shared."""
+        users, key_of, cached = self._users, self._key_of, self._cached
         for block in reversed(blocks):
-            assert self._users[block] > 0, f"block {block} has no user"
-            self._users[block] -= 1
-            if self._users[block] == 0:
-                if self._key_of[block] is None:
+            count = users[block] - 1
+            assert count >= 0, f"block {block} has no user"
+            users[block] = count
+            if not count:
+                if key_of[block] is None:
                     self._empty.append(block)
                 else:
-                    self._cached[block] = None
+                    cached[block] = None
 
     def register(self, block: int, key: Key) -> None:
         """Registers the block's contents under the key. If another block has the key already, `find` continues to return
