@@ -2,10 +2,10 @@
 
     python turn_host.py ENGINE RESULT CONFIG
 
-Runs a configuration in this process with the slot engine or the paged engine (the one of GPUs). The engine does all of its
-work except the computation: hidden states are zeros, and every response is one of four words and the stop token, drawn by
-a fixed generator. Nothing is trained. RESULT gets the CPU milliseconds per turn of this process and, apart, of its
-environment processes, of the rollouts after the first.
+Runs a configuration in this process with the slot engine or the paged engine (the one of GPUs). The engine does all of
+its work except the computation: hidden states are zeros, and every response is one of four words and the stop token,
+drawn by a fixed generator. Nothing is trained. RESULT gets the CPU milliseconds per turn of this process and, apart, of
+its environment processes, of the rollouts after the first.
 """
 
 from __future__ import annotations

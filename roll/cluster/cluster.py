@@ -18,11 +18,11 @@ import asyncio
 import copy
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from roll.cluster.errors import CallTimedOut, RemoteError, WorkerDied, first_of
 from roll.cluster.executor import Executor, Handle
+from roll.cluster.pending_calls import PendingCall, PendingCalls
 from roll.cluster.worker import Dispatch, SharedArguments, Worker, WorkerPlacement, dispatch_of
 from roll.config.errors import RunError
 from roll.data.batch import Batch
@@ -43,16 +43,6 @@ _PING_S = 5.0
 """Deadline of a ping to a rank that has not answered its call, after another rank has failed."""
 
 
-@dataclass(frozen=True)
-class PendingCall:
-    """An in-flight call."""
-
-    worker: str
-    method: str
-    since_s: float
-    """Seconds since the call was made."""
-
-
 class Cluster(Generic[W]):
     """The workers of one role: a call to a cluster fans out to them and joins their results."""
 
@@ -66,8 +56,7 @@ class Cluster(Generic[W]):
         self.deadline_s = deadline_s
         self._handles = list(handles)
         self._executor = executor
-        self._pending: dict[object, tuple[str, str, float]] = {}
-        """Worker, method and start time of every in-flight call."""
+        self._pending = PendingCalls(deadline_s)
         self.group_failure: RemoteError | None = None
         """The error of the rank that failed first and made the cluster end its group. None while the group is healthy,
         and if the workers are no group."""
@@ -165,8 +154,7 @@ class Cluster(Generic[W]):
 
     def pending(self) -> list[PendingCall]:
         """The in-flight calls of this cluster and its subsets, oldest first."""
-        now_s = asyncio.get_running_loop().time()
-        return [PendingCall(worker, method, now_s - began_s) for worker, method, began_s in self._pending.values()]
+        return list(self._pending)
 
     @overload
     async def call(self, method: Callable[Concatenate[W, P], Awaitable[R]], *args: P.args, **kwargs: P.kwargs) -> R: ...
@@ -232,17 +220,8 @@ class Cluster(Generic[W]):
         return self._handles[rank].stream(method.__name__, report, args, kwargs)
 
     async def _call(self, handle: Handle, method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        limit, key = asyncio.timeout(self.deadline_s), object()
-        self._pending[key] = handle.placement.name, method.__name__, asyncio.get_running_loop().time()
-        try:
-            async with limit:
-                return await handle.call(method.__name__, args, kwargs)
-        except TimeoutError:
-            if limit.expired():
-                raise CallTimedOut(handle.placement.name, method.__name__, self.deadline_s) from None
-            raise
-        finally:
-            del self._pending[key]
+        name = method.__name__
+        return await self._pending.run(handle.placement.name, name, handle.call(name, args, kwargs))
 
     async def _call_all(self, method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         shared = SharedArguments(args)

@@ -318,4 +318,3 @@ def _read_only(values: object, dtype: Any) -> NDArray[Any]:
     array = np.array(values, dtype=dtype)
     array.setflags(write=False)
     return array
-

@@ -64,12 +64,15 @@ class PrefixIndex(Generic[D]):
         """A donor with the longest common prefix, and its length in tokens. Among several, one whose tokens are all
         shared."""
         place = bisect_left(self._sorted, query)
-        best, shared = None, 0
+        best, shared = b"", 0
         for key in self._sorted[max(place - 1, 0) : place + 1]:
             same = _common_tokens(key, query)
             if same > shared:
                 best, shared = key, same
-        return (None, 0) if best is None else (next(iter(self._donors[best])), shared)
+        if not shared:
+            return None, 0
+        donors = self._donors.get(query[: shared * TOKEN_BYTES]) or self._donors[best]
+        return next(iter(donors)), shared
 
     def beginning_with(self, query: Key) -> Iterator[D]:
         """The donors whose tokens begin with all tokens of the query."""

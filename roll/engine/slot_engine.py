@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -111,7 +112,7 @@ class SlotEngine:
         self._ids: set[str] = set()
         self._generated = self._computed = self._shared = self._decoded = self._steps = 0
 
-    @property
+    @cached_property
     def context(self) -> int:
         """Longest sequence the model supports, in tokens."""
         return longest_sequence(self.model.config)

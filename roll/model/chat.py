@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Generic, TypeAlias, TypeVar
 
+import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -101,10 +102,11 @@ class _LRUCache(Generic[V]):
         self._values: OrderedDict[Hashable, V] = OrderedDict()
 
     def of(self, key: Hashable, make: Callable[[], V]) -> V:
-        if key in self._values:
-            self._values.move_to_end(key)
-            return self._values[key]
-        value = self._values[key] = make()
+        values = self._values
+        if key in values:
+            values.move_to_end(key)
+            return values[key]
+        value = values[key] = make()
         if len(self._values) > _CACHE_SIZE:
             self._values.popitem(last=False)
         return value
@@ -167,7 +169,7 @@ class ChatRenderer:
         """What a turn adds if the template writes every message independently. It is rendered after the first message
         alone; otherwise the cost of a turn would grow with the conversation. None if the template does not behave so
         after all."""
-        known = (repr(first), repr(tools) if tools else "")
+        known = (_key_of(first), repr(tools) if tools else "")
 
         def make() -> _Turn | None:
             opening, prompt = self._beginning_cache.of(known, lambda: self._beginning(first, tools))
@@ -177,7 +179,7 @@ class ChatRenderer:
             tokens = self._new_tokens(opening + prompt, added, [first, answer], ended, new, tools)
             return _Turn(prompt, added.removeprefix(opening), tokens)
 
-        return self._turn_cache.of((*known, repr(answer), ended, repr(new)), make)
+        return self._turn_cache.of((*known, _key_of(answer), ended, *map(_key_of, new)), make)
 
     def _beginning(self, first: Message, tools: Tools) -> tuple[str, str]:
         """The text of a conversation's first message alone, and the generation prompt after it."""
@@ -301,7 +303,7 @@ class ChatRenderer:
             ids = ids[:-1]
         if len(ids) > _SHORT:
             return self._decoded(ids)
-        return self._answer_cache.of(tuple(map(int, ids)), lambda: self._decoded(ids))
+        return self._answer_cache.of(np.asarray(ids, np.int32).tobytes(), lambda: self._decoded(ids))
 
     def _decoded(self, ids: Sequence[int] | IntArray, skip_special: bool = True) -> str:
         decoded: str = self.tokenizer.decode(ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
@@ -423,6 +425,10 @@ class Conversation:
     def _shown(self, first: int) -> list[Message]:
         """The conversation as the model sees it, from that turn on."""
         return [*self.messages[: self._opening], *self.messages[self._turn_cache[first] :]]
+
+
+def _key_of(message: Message) -> Hashable:
+    return tuple(message.items())
 
 
 def _after(before: str, whole: str, response: str) -> str | None:
