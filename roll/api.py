@@ -20,6 +20,7 @@ from roll.data.in_memory import are_splits, given_chats, given_tasks
 from roll.pipeline.output import print_line
 from roll.pipeline.preflight import check_folder, check_has_rollouts, check_model, find
 from roll.pipeline.signals import outside_loop
+from roll.process.gc_tuning import gc_paused
 
 if TYPE_CHECKING:
     from roll.data.chat_sources import ChatSource
@@ -90,7 +91,8 @@ def train(
     check_folder(given.config, resume=resume, restart=restart)
     found = None if resume else find(given.config, **given.objects)
     check_model(given.config)
-    from roll.pipeline.entrypoints import train as run_training
+    with gc_paused():
+        from roll.pipeline.entrypoints import train as run_training
 
     chosen: dict[str, Any] = {"resume": resume, "restart": restart, "code": code, "reporter": reporter, "found": found}
     return outside_loop(lambda: run_training(given.config, **chosen, **given.objects))
@@ -118,7 +120,8 @@ def evaluate(
     given = arguments(_of_run(config, code), model, tasks, reward, chats, overrides, settings)
     found = find(given.config, **given.objects)
     check_model(given.config)
-    from roll.pipeline.entrypoints import evaluate as run_evaluation
+    with gc_paused():
+        from roll.pipeline.entrypoints import evaluate as run_evaluation
 
     return outside_loop(lambda: run_evaluation(given.config, **given.objects, found=found))
 
@@ -147,7 +150,8 @@ def play(
     check_has_rollouts(given.config)
     found = find(given.config, **given.objects)
     check_model(given.config)
-    from roll.pipeline.entrypoints import play as run_play
+    with gc_paused():
+        from roll.pipeline.entrypoints import play as run_play
 
     return outside_loop(lambda: run_play(given.config, episodes, **given.objects, found=found))
 

@@ -15,6 +15,7 @@ import signal
 import sys
 import traceback
 from contextlib import nullcontext, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -119,32 +120,40 @@ def train(
     settings = load_config(config, overrides or [])
     check_folder(settings, resume=resume, restart=restart)
     chosen = _check_code(settings, code) if resume else None
-    found = _found(settings, read=not resume)
-    from roll.cli.display import LiveReporter, print_summary
-    from roll.pipeline.entrypoints import train as run_training
-    from roll.pipeline.report import held_out_lines
+    found = _checked(settings, read=not resume)
+    from roll.pipeline.executors import connecting_executor_of
 
-    with tolerant_output(every_error=True):
+    # Ray starts while the libraries are imported. A resumed run may have other code, and connects when that is known.
+    with nullcontext() if resume else connecting_executor_of(settings) as executor, tolerant_output(every_error=True):
+        _quiet_libraries()
+        from roll.cli.display import LiveReporter
+        from roll.pipeline.entrypoints import train as run_training
+
+        run = partial(run_training, settings, resume=resume, restart=restart, code=chosen, found=found, executor=executor)
         live = not plain and _console.is_terminal
         if not live:
-            summary = run_training(settings, resume=resume, restart=restart, code=chosen, found=found)
+            summary = run()
         else:
             with LiveReporter(_console) as reporter:
-                summary = run_training(
-                    settings, resume=resume, restart=restart, code=chosen, reporter=reporter, found=found
-                )
-        if not summary["stopped"]:
-            print_summary(_console, summary)
-            return
-        command = shlex.join(
-            ["roll", "train", config, *(overrides or []), "--resume", *(["--code", code] if code else [])]
-        )
-        for line in held_out_lines(summary) if live else ():  # the plain reporter has printed them
-            _console.print(line, markup=False, highlight=False)
-        done = f"stopped after step {summary['steps']} of {summary['steps_planned']}; continue with"
-        _console.print(done, highlight=False)
-        _console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
-        raise typer.Exit(exit_status(Stopped(signal.Signals[summary["stopped_by"]])))
+                summary = run(reporter=reporter)
+        again = ["roll", "train", config, *(overrides or []), "--resume", *(["--code", code] if code else [])]
+        _print_end(summary, live, shlex.join(again))
+
+
+def _print_end(summary: dict[str, Any], live: bool, again: str) -> None:
+    """Prints the summary of a finished run; of a stopped one the command that continues it, and exits with its signal."""
+    from roll.cli.display import print_summary
+    from roll.pipeline.report import held_out_lines
+
+    if not summary["stopped"]:
+        print_summary(_console, summary)
+        return
+    for line in held_out_lines(summary) if live else ():  # the plain reporter has printed them
+        _console.print(line, markup=False, highlight=False)
+    done = f"stopped after step {summary['steps']} of {summary['steps_planned']}; continue with"
+    _console.print(done, highlight=False)
+    _console.print(f"  {again}", highlight=False, markup=False, soft_wrap=True)
+    raise typer.Exit(exit_status(Stopped(signal.Signals[summary["stopped_by"]])))
 
 
 @app.command("eval")
@@ -203,8 +212,9 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
     from roll.devices.disk_estimate import check_disk, disk_warning
     from roll.devices.plan import check_memory, make_plan
     from roll.devices.render_plan import render_plan
+    from roll.pipeline.executors import executor_of
     from roll.pipeline.prepare import prepare
-    from roll.pipeline.roles import executor_of, inventory_of
+    from roll.pipeline.roles import inventory_of
 
     pipeline = prepare(settings, found=found)
     with executor_of(settings) as executor:
@@ -351,19 +361,24 @@ def _print_reward(run: Path) -> None:
         _console.print(f"reward: {reward}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _found(config: Config, read: bool = True) -> Any:
-    """The data that the config names, as its pipeline reads it; without `read`, only the model is checked. What is
-    missing is refused before the slow imports."""
-    from roll.pipeline.preflight import check_model, find
-
-    found = find(config) if read else None
-    check_model(config)
+def _found(config: Config) -> Any:
+    """The data that the config names, as its pipeline reads it. What is missing is refused before the slow imports."""
+    found = _checked(config)
     _quiet_libraries()
     return found
 
 
-def _quiet_libraries() -> None:
+def _checked(config: Config, read: bool = True) -> Any:
+    """The data that the config names; without `read`, only the model is checked. Imports no slow library."""
+    from roll.pipeline.preflight import check_model, find
+
+    found = find(config) if read else None
+    check_model(config)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return found
+
+
+def _quiet_libraries() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()

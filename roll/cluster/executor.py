@@ -73,6 +73,10 @@ class Executor(Protocol):
         """Bytes of calls and results that went through this process."""
         ...
 
+    def start_connecting(self) -> None:
+        """Begins to connect in a thread, if that takes long; `connect` waits for it. Whoever calls this disconnects."""
+        ...
+
     def connect(self) -> None:
         """Connects to the cluster, if there is one, so that workers can be started."""
         ...
@@ -180,6 +184,9 @@ class LocalExecutor:
     @property
     def controller_bytes(self) -> int:
         return sum(handle.bytes for handle in self._processes)
+
+    def start_connecting(self) -> None:
+        """Does nothing: workers run in this process."""
 
     def connect(self) -> None:
         """Does nothing: workers run in this process."""

@@ -32,6 +32,7 @@ from roll.config.errors import RunError
 from roll.data.remote_columns import Columns
 from roll.process.child_main import connect
 from roll.process.framing import HEADER, read_payload
+from roll.process.gc_tuning import freeze_gc, pause_gc
 
 NUMBER = struct.Struct("!Q")
 """Every payload begins with the number of its request; a payload with nothing else is a ping or its reply."""
@@ -112,7 +113,9 @@ class _Server:
             if request.log is not None:  # the parent redirects this process's stderr to it
                 log_to_stderr()
             self._runtime = WorkerRuntime(request.placement, None, _get, None)
-            return await self._runtime.start(request.make)
+            started = await self._runtime.start(request.make)
+            freeze_gc()
+            return started
         if isinstance(request, WarmUpMessage):
             return self._warm_up(request)
         assert self._runtime is not None, "a worker is started before it is called"
@@ -164,6 +167,7 @@ async def _main() -> None:
 
 
 def main() -> None:
+    pause_gc()  # until the worker has started
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _ignore_signal)
     asyncio.run(_main())

@@ -30,6 +30,7 @@ from roll.cluster.worker_runtime import CallResult, StartInfo, WorkerRuntime, un
 from roll.config.errors import RunError
 from roll.data.remote_columns import Columns
 from roll.process.bounded_log import LIMIT_BYTES
+from roll.process.gc_tuning import freeze_gc, pause_gc
 
 _HEALTH = "health"
 _CONCURRENT_CALLS = 10_000
@@ -90,6 +91,7 @@ class _Actor:
     def __init__(
         self, placement: WorkerPlacement, log: Path | None, deadline_s: float, gpus: str | None, log_bytes: int
     ) -> None:
+        pause_gc()  # until the worker has started
         self._deadline_s = deadline_s
         if placement.device == "cpu":
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides GPUs only from workers that have some of them
@@ -106,7 +108,9 @@ class _Actor:
         return ActorLocation(this_node(), PidHandle.of(os.getpid()))
 
     async def start(self, make: Callable[[WorkerPlacement], Worker]) -> CallResult | CallFailure:
-        return await self._runtime.start(make)
+        started = await self._runtime.start(make)
+        freeze_gc()
+        return started
 
     async def warm_up(self, make: Callable[[WorkerPlacement], Worker], warm: Callable[[], None]) -> None:
         """Prepares the process for the worker: unpickling `make` imports the worker's modules; then calls `warm`."""

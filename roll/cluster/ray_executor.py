@@ -11,6 +11,8 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -77,6 +79,7 @@ class RayExecutor:
         """Driver names of the GPUs of multi-GPU workers; Ray chooses the physical GPUs."""
         self._watch: NodeWatch | None = None
         self._connected_here = False
+        self._connecting: Future[None] | None = None
 
     @property
     def deadline_s(self) -> float:
@@ -90,9 +93,20 @@ class RayExecutor:
         """Sets the folder for the logs of workers that start from now on: one log per worker."""
         self._log_dir, self._log_bytes = folder, limit_bytes
 
+    def start_connecting(self) -> None:
+        """Begins to join or start Ray in a thread, unless this process is connected already."""
+        if not ray.is_initialized():
+            thread = ThreadPoolExecutor(1, "ray")
+            self._connecting = thread.submit(connect, self._config, self._root)
+            thread.shutdown(wait=False)
+
     def connect(self) -> None:
         """Joins or starts Ray, unless this process is connected already."""
-        if not ray.is_initialized():
+        if self._connecting is not None:
+            # waits: as long as Ray needs in this thread
+            self._connecting.result()
+            self._connecting, self._connected_here = None, True
+        elif not ray.is_initialized():
             connect(self._config, self._root)
             self._connected_here = True
 
@@ -289,6 +303,10 @@ class RayExecutor:
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
+        if self._connecting is not None:
+            with suppress(Exception):  # nobody needs the connection any more
+                self.connect()
+            self._connecting = None
         if self._connected_here:
             self._connected_here = False
             ray.shutdown()

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,17 +20,18 @@ from roll.data.sources import TaskSource
 from roll.devices.disk_estimate import disk_warning
 from roll.devices.plan import Plan, check_memory, make_plan
 from roll.pipeline.base import Pipeline
+from roll.pipeline.executors import executor_of
 from roll.pipeline.preflight import check_folder, check_has_rollouts
 from roll.pipeline.prepare import prepare
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.report import PlainReporter, Reporter
 from roll.pipeline.resume import ResumePoint, find_resume_point, newest_checkpoint
-from roll.pipeline.roles import TrainRoles, executor_of, inventory_of
+from roll.pipeline.roles import TrainRoles, inventory_of
 from roll.pipeline.run_code import Chosen, Code, code_to_resume
 from roll.pipeline.sft_eval import SFTEval
 from roll.pipeline.signals import Stopped, cancelled_by_signals, signals_to
 from roll.pipeline.state import State
-from roll.process.gc_tuning import freeze_gc
+from roll.process.gc_tuning import freeze_gc, freeze_libraries
 from roll.reward import RewardFn
 from roll.rollout.transcript import Transcript
 from roll.run import Checkpoint, Checkpoints, RunFolder
@@ -51,12 +52,14 @@ def train(
     reporter: Reporter | None = None,
     code: Code | None = None,
     found: Any = None,
+    executor: Executor | None = None,
 ) -> dict[str, Any]:
     """Trains as the config says and returns the summary. `reward`, `tasks` and `chats` replace those the config names.
 
     `resume` continues from the newest checkpoint in the run folder; `restart` first moves an existing run folder aside.
     If code or data have changed, the run is resumed only if `code` says which to use: `run` is the copy kept in the run
     folder, `current` is what is on disk now. `found` is the result of `preflight.find` for the config of a new run.
+    `executor`: the config's, which may be connecting already; its owner disconnects it.
     """
     reporter = reporter or PlainReporter()
     run_dir, given = Path(config.run.dir), {"reward": reward, "tasks": tasks, "chats": chats}
@@ -71,7 +74,7 @@ def train(
         reporter.warned(warning)
     config = chosen.config
     pipeline = prepare(config, **chosen.given, found=None if resume else found)
-    with executor_of(config) as executor:
+    with executor_of(config) if executor is None else nullcontext(executor) as executor:
         plan = make_plan(pipeline.config, pipeline.requirements, inventory_of(config, executor))
         check_memory(plan)
         for warning in pipeline.warnings:
@@ -172,6 +175,7 @@ async def _train(
     """`written` is the config as the user wrote it, without the sizes that the pipeline derived. `other_code` is the code
     the run continues with, if it differs from the code it was trained with so far."""
     config, checkpoint = pipeline.config, resume_point.checkpoint
+    freeze_libraries()
     with _stopped_as_cancelled():
         engine = plan.map.roles["actor_infer"].engine if "actor_infer" in plan.map.roles else None
         loading = "loading the model" + (f" and starting {engine.starting}" if engine and engine.starting else "")
@@ -268,6 +272,7 @@ async def _evaluate(pipeline: Pipeline[Any, Any], executor: Executor, plan: Plan
     executor.connect()  # before our signal handlers: Ray would install its own over them
     with cancelled_by_signals():
         async with pipeline.start(executor, plan) as roles:
+            freeze_gc()
             evaluation: Evaluation | SFTEval = await pipeline.evaluate(roles)
         return evaluation
 
@@ -293,6 +298,7 @@ async def _play(pipeline: Pipeline[Any, Any], executor: Executor, plan: Plan, ep
     executor.connect()
     with cancelled_by_signals():
         async with pipeline.start(executor, plan) as roles:
+            freeze_gc()
             return await pipeline.play(roles, episodes)
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from roll.cluster import Cluster, Executor, LocalExecutor, Worker, WorkerPlacement
+from roll.cluster import Cluster, Executor, Worker, WorkerPlacement
 from roll.cluster.errors import CallTimedOut, NodeLost, RemoteError, WorkerDied
 from roll.cluster.supervisor import role_lost_error
-from roll.config.errors import UserError
-from roll.config.root import root_of, with_absolute_paths
+from roll.config.root import with_absolute_paths
 from roll.config.schema import Config, FaultToleranceConfig
 from roll.devices.inventory import Inventory, Node, this_machine
 from roll.devices.map import SCORING_ROLES, DeviceMap, make_map
@@ -22,8 +20,9 @@ from roll.devices.residency import ResidencyTable, make_residency_table
 from roll.devices.run_requirements import SFT_ROLES, rlvr_roles
 from roll.env.stats import EnvStats
 from roll.model.find import find_model
+from roll.pipeline.executors import make_executor
 from roll.pipeline.reward_models import scorer_peaks, start_scorers
-from roll.pipeline.start import MIN_HANG_S, ending_dead_workers, join_and_offload, offload_at_start
+from roll.pipeline.start import ending_dead_workers, join_and_offload, offload_at_start
 from roll.process.structured_gather import structured_gather
 from roll.reward import RewardSpec
 from roll.reward.stats import GraderStats
@@ -41,7 +40,6 @@ from roll.workers.reward_model_client import NO_SCORERS, RewardModelClient
 from roll.workers.train import TrainWorker
 
 _PING_S = 5.0
-_RAY_SAYS = r"Raylet is terminated|has been marked dead|A worker died or was killed"
 LEARNERS = ("actor_train", "critic")
 """Roles that are restarted whenever a trainer dies."""
 
@@ -240,34 +238,6 @@ class Roles(TrainRoles):
         engines = self.engines.subset(sorted(self.alive)) if self.alive else None
         alive = {} if engines is None else {engines.role: engines.call_each(InferWorker.take_peak_bytes)}
         return super()._peak_calls() | alive | scorer_peaks(self.scorers)
-
-
-def make_executor(config: Config) -> Executor:
-    """The executor that the config names; it has started or joined nothing yet."""
-    silent_s = max(config.fault_tolerance.hang_s, MIN_HANG_S)
-    if config.executor == "local":
-        return LocalExecutor(config.ray.call_deadline_s, config.ray.start_deadline_s, silent_s)
-    # Ray reads this when it is imported. It hides pages about dead processes, which the run reports in one sentence.
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _RAY_SAYS)
-    try:
-        from roll.cluster.ray_executor import RayExecutor
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"executor is ray, but the package {error.name} is not installed: run "
-            "`pip install -e '.[ray]'` in ROLL's folder, "
-            "or write executor=local"
-        ) from error
-    return RayExecutor(config.ray, silent_s=silent_s, root=root_of(config))
-
-
-@contextmanager
-def executor_of(config: Config) -> Iterator[Executor]:
-    """The executor that the config names; everything it started is stopped at the end, also after an error."""
-    executor = make_executor(config)
-    try:
-        yield executor
-    finally:
-        executor.disconnect()
 
 
 def inventory_of(config: Config, executor: Executor) -> Inventory:

@@ -10,14 +10,12 @@ from typing import Any, TypeVar
 from roll.cluster import Cluster, RestartPolicy, Supervisor, Worker
 from roll.config.schema import FaultToleranceConfig
 from roll.devices.residency import ResidencyTable
+from roll.pipeline.executors import MIN_HANG_S
 from roll.strategy.offload import Residency
 from roll.workers.rank_group import GroupWorker, join_ranks
 
 W = TypeVar("W", bound=Worker)
 G = TypeVar("G", bound=GroupWorker)
-
-MIN_HANG_S = 20.0
-"""Importing libraries and loading a model may keep a starting worker from answering for some seconds."""
 
 
 async def offload_at_start(
