@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import resource
 import signal
@@ -15,17 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import processes
 
 from roll.cluster.mesh import MeshShape
 from roll.strategy.train.sharded.process_group import RankGroup, RankRendezvous, open_store
 
 DEADLINE_S = 60.0
 ANSWER_S = 240.0
-
-# Forked off a process that has imported torch and transformers once for all of them.
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["roll.strategy.train.sharded.module", "roll.strategy.train.single"])
-
 
 _MMAP_THRESHOLD = -3
 """M_MMAP_THRESHOLD of malloc.h."""
@@ -53,10 +48,10 @@ class Ranks:
         self.shape = shape
         store, rendezvous = open_store("127.0.0.1", deadline_s)
         self._store = store
-        pairs = [_processes.Pipe() for _ in range(shape.ranks)]
+        pairs = [processes.Pipe() for _ in range(shape.ranks)]
         self.pipes = [ours for ours, _ in pairs]
         self.processes = [
-            _processes.Process(target=_serve, args=(rank, shape, rendezvous, theirs, device), daemon=True)
+            processes.Process(target=_serve, args=(rank, shape, rendezvous, theirs, device), daemon=True)
             for rank, (_, theirs) in enumerate(pairs)
         ]
         for process in self.processes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import sys
 import time
@@ -12,6 +11,8 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from fork_server import processes
 
 from roll.ledger.log import is_gap
 from roll.run import ROLLED_BACK, Checkpoint, Checkpoints, Ledger, Metrics, RunFolder, Transition, read_samples
@@ -40,10 +41,6 @@ ONE = (*EXACT, "train.lr=1e-3", "model.dtype=fp32", "algorithm.kl_coef=0.05")
 """In fp32, where log-probs of ranks and of one process differ by roundings alone."""
 RANKS = "roles.actor_train={strategy: sharded, replicas: 2}"
 WAIT_S = 300.0
-
-# Children are forked off a process that has imported everything, so that each starts at once.
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["roll.cli.commands", "roll.cli.display", "roll.pipeline.entrypoints", "roll.run.plot"])
 
 
 @dataclass
@@ -86,27 +83,47 @@ class Child:
         return [pid for pid, arguments in commands() if _is_grader(arguments, of=self.pid)]
 
 
-def start_roll(arguments: list[str], output: Path, environment: Mapping[str, str] | None = None) -> Child:
-    """`environment`: variables that all processes it starts have. Ray tells the processes of a cluster by a variable too
-    whether it wants a token; the fork server may have started before this process learned it."""
+def start_roll(
+    arguments: list[str],
+    output: Path,
+    environment: Mapping[str, str] | None = None,
+    *,
+    errors: Path | None = None,
+    before: Callable[[], None] | None = None,
+) -> Child:
+    """`environment`: variables that all processes it starts have. `errors`: the file of its standard error, if not that of
+    its output. `before`: a function of a module that the process calls first.
+
+    Ray tells the processes of a cluster by a variable too whether it wants a token; the fork server may have started
+    before this process learned it."""
     variables = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE"), **(environment or {})}
-    process = _processes.Process(target=_roll, args=(arguments, str(output), os.getcwd(), variables))
-    output.touch()
+    files = (str(output), str(errors or output))
+    process = processes.Process(target=_roll, args=(arguments, files, os.getcwd(), variables, before))
+    for file in files:
+        Path(file).touch()
     process.start()
     return Child(process, output)
 
 
-def _roll(arguments: list[str], output: str, folder: str, environment: Mapping[str, str | None]) -> None:
+def _roll(
+    arguments: list[str],
+    files: tuple[str, str],
+    folder: str,
+    environment: Mapping[str, str | None],
+    before: Callable[[], None] | None,
+) -> None:
     os.chdir(folder)
     for name, value in environment.items():
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
-    with open(output, "ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    for number, name in enumerate(files, 1):
+        with open(name, "ab") as file:
+            os.dup2(file.fileno(), number)
     from roll.cli import main
 
+    if before is not None:
+        before()
     status = main(arguments)
     sys.stdout.flush()
     os._exit(status)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import resource
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -57,22 +58,32 @@ def test_closing_says_nothing_new() -> None:
         pass
 
 
-def roll(*arguments: str, limit_bytes: int | None = None) -> subprocess.CompletedProcess[str]:
-    def limit() -> None:
-        if limit_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+@dataclass(frozen=True)
+class Ended:
+    """A run that has ended: its exit status and what it said."""
 
-    command = [sys.executable, "-m", "roll.cli", "train", TINY, *arguments, "--plain"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, preexec_fn=limit)
+    status: int
+    said: str
+    errors: str
 
 
-def assert_one_message(done: subprocess.CompletedProcess[str], words: str, *more: str) -> None:
-    assert done.returncode == 1, done.stderr
-    assert done.stderr.startswith("the run failed: "), done.stderr
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert "Traceback" not in done.stdout
+def roll(folder: Path, *arguments: str, limit_bytes: int | None = None) -> Ended:
+    """Trains in a process whose files may be that large; `folder` gets what it says."""
+    limits = (resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+    before = None if limit_bytes is None else functools.partial(resource.setrlimit, *limits)
+    errors = folder / "errors"
+    errors.unlink(missing_ok=True)
+    child = start_roll(["train", TINY, *arguments, "--plain"], folder / "said", errors=errors, before=before)
+    return Ended(child.end(), child.said, errors.read_text())
+
+
+def assert_one_message(done: Ended, words: str, *more: str) -> None:
+    assert done.status == 1, done.errors
+    assert done.errors.startswith("the run failed: "), done.errors
+    assert done.errors.count("\n") == 1, done.errors
+    assert "Traceback" not in done.said
     for part in (words, " free", "--resume", *more):
-        assert part in done.stderr
+        assert part in done.errors
 
 
 @pytest.mark.thorough
@@ -83,7 +94,7 @@ def assert_one_message(done: subprocess.CompletedProcess[str], words: str, *more
 )
 def test_a_limit_on_files_is_one_message(tmp_path: Path, limit_bytes: int, file: str) -> None:
     every = "run.checkpoint_every=" + ("2" if "checkpoints" in file else "0")
-    done = roll(*EXACT, f"run={tmp_path / 'run'}", "run.tensorboard=true", every, limit_bytes=limit_bytes)
+    done = roll(tmp_path, *EXACT, f"run={tmp_path / 'run'}", "run.tensorboard=true", every, limit_bytes=limit_bytes)
     assert_one_message(done, "File too large", file)
     assert not list((tmp_path / "run").rglob("*tmp-*"))
 
@@ -105,13 +116,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("filled", [0, pytest.param(20 * MIB, marks=pytest.mark.thorough)])
 def test_a_full_disk_leaves_the_last_checkpoint_and_the_run_continues(
-    small_disk: Path, undisturbed: Remains, filled: int
+    small_disk: Path, tmp_path: Path, undisturbed: Remains, filled: int
 ) -> None:
     """Two checkpoints fit, the third does not; with something else there, not even the first."""
     (small_disk / "others").write_bytes(bytes(filled))
     run = small_disk / "run"
     settings = (*EXACT, f"run={run}")
-    done = roll(*settings)
+    done = roll(tmp_path, *settings)
     saved = {0: 4, 20 * MIB: 0}[filled]
     where = f"the checkpoint of step {saved} is whole" if saved else "there is no checkpoint yet"
     assert_one_message(done, "No space left on device", f"checkpoints/step-{saved + 2:06d}", where)
@@ -126,17 +137,17 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_the_run_continues(
 
 
 @pytest.mark.slow
-def test_a_disk_that_fills_up_bit_by_bit_is_one_message(small_disk: Path) -> None:
+def test_a_disk_that_fills_up_bit_by_bit_is_one_message(small_disk: Path, tmp_path: Path) -> None:
     """Wherever the last bytes happen to go."""
     run = small_disk / "run"
     for free in (0, 20_000, 45_000):
         shutil.rmtree(run, ignore_errors=True)
         usage = os.statvfs(small_disk)
         (small_disk / "others").write_bytes(bytes(max(0, usage.f_bavail * usage.f_frsize - free)))
-        done = roll(*EXACT, f"run={run}", "run.tensorboard=true")
+        done = roll(tmp_path, *EXACT, f"run={run}", "run.tensorboard=true")
         (small_disk / "others").unlink()
-        if done.returncode == 2:  # not even a folder could be made
-            assert done.stderr.count("\n") == 1
-            assert "No space left on device" in done.stderr
+        if done.status == 2:  # not even a folder could be made
+            assert done.errors.count("\n") == 1
+            assert "No space left on device" in done.errors
         else:
             assert_one_message(done, "No space left on device")

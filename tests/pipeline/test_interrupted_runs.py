@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_runs import EXACT, SMALL, TINY, WAIT_S, Remains, start_roll
+from small_runs import EXACT, SMALL, TINY, Remains, start_roll
+from struck import strike
 
 from roll.cli import main
 from roll.config import load_config
@@ -83,9 +82,9 @@ def test_an_interrupt_while_a_run_starts_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "number"),
     [
-        pytest.param("the config", signal.SIGTERM, marks=pytest.mark.thorough),
-        pytest.param("the folder", signal.SIGTERM, marks=pytest.mark.thorough),
-        pytest.param("a worker", signal.SIGHUP, marks=pytest.mark.thorough),
+        ("the config", signal.SIGTERM),
+        ("the folder", signal.SIGTERM),
+        ("a worker", signal.SIGHUP),
         ("the graders", signal.SIGINT),
     ],
 )
@@ -94,34 +93,12 @@ def test_a_signal_while_a_run_starts_leaves_nothing_and_no_traceback(
 ) -> None:
     """While the folder is made, before the workers start, while one is made in a task that others wait for, and when the
     graders run."""
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import functools, os, signal, sys\n"
-        "import roll.pipeline.entrypoints as launch\n"
-        "import roll.pipeline.roles as roles\n"
-        "import roll.run.folder as folder\n"
-        "from roll.cli import main\n"
-        f"def struck(function): return lambda *a, **k: (os.kill(os.getpid(), {int(number)}), function(*a, **k))[1]\n"
-        "class Rollouts(roles.RolloutWorker):\n"
-        f"    def __init__(self, *a): os.kill(os.getpid(), {int(number)}); super().__init__(*a)\n"
-        "start = roles.RewardWorker.start\n"
-        "@functools.wraps(start)\n"
-        "async def started(self):\n"
-        f"    await start(self); os.kill(os.getpid(), {int(number)})\n"
-        "if __name__ == '__main__':\n"
-        "    signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "    match sys.argv.pop(1):\n"
-        "        case 'the config': folder.atomic_write = struck(folder.atomic_write)\n"
-        "        case 'the folder': launch.Recording.write = struck(launch.Recording.write)\n"
-        "        case 'a worker': roles.RolloutWorker = Rollouts\n"
-        "        case 'the graders': roles.RewardWorker.start = started\n"
-        "    sys.exit(main(sys.argv[1:]))\n"
-    )
     arguments = ["train", TINY, *SMALL, f"run={tmp_path / 'runs' / 'run'}"]
-    done = subprocess.run([sys.executable, script, where, *arguments], capture_output=True, text=True, timeout=WAIT_S)
-    assert done.returncode == 128 + number, done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stderr.endswith("stopped\n")
+    errors = tmp_path / "errors"
+    child = start_roll(arguments, tmp_path / "out", errors=errors, before=functools.partial(strike, where, number))
+    assert child.end() == 128 + number, errors.read_text()
+    assert "Traceback" not in errors.read_text()
+    assert errors.read_text().endswith("stopped\n")
     assert not (tmp_path / "runs").exists()
 
 
@@ -150,21 +127,14 @@ def test_the_second_interrupt_ends_at_once(tmp_path: Path, second: signal.Signal
     assert not list(path.glob("checkpoints/step-*"))
 
 
-@pytest.mark.thorough
 def test_a_run_that_ignores_hang_ups_keeps_ignoring_them(tmp_path: Path) -> None:
     """As under `nohup`."""
     path = tmp_path / "run"
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        command = [sys.executable, "-m", "roll.cli", "train", TINY, *SMALL, "train.steps=3", f"run={path}"]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        while process.poll() is None and not _steps_done(path):
-            time.sleep(0.002)
-        process.send_signal(signal.SIGHUP)
-        _, said = process.communicate(timeout=WAIT_S)
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert process.returncode == 0, said
+    ignoring = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
+    child = start_roll(["train", TINY, *SMALL, "train.steps=3", f"run={path}"], tmp_path / "out", before=ignoring)
+    child.wait_for(lambda: _steps_done(path) >= 1)
+    os.kill(child.pid, signal.SIGHUP)
+    assert child.end() == 0, child.said
     assert Remains(path).checkpoint.step == 3
 
 

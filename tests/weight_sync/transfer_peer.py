@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import traceback
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fork_server import processes
 from torch import Tensor
 
 from roll.weight_sync.broadcast import BroadcastBackend, BroadcastGroup
@@ -25,10 +25,6 @@ LOCAL = "127.0.0.1"
 
 BY_SOCKETS = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
 """How NCCL is to talk between processes that it takes for different hosts."""
-
-# Forked off a process that has imported torch once for all of them.
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["roll.weight_sync.broadcast", "roll.weight_sync.channel", "roll.weight_sync.stream"])
 
 
 def tensors_of(seed: int, device: str = "cpu", megabytes: int = 8) -> dict[str, Tensor]:
@@ -136,8 +132,8 @@ def serve_on_another_host(pipe: Connection) -> None:
 
 
 def spawn(target: Callable[[Connection], None]) -> tuple[BaseProcess, Connection]:
-    here, there = _processes.Pipe()
-    process = _processes.Process(target=target, args=(there,), daemon=True)
+    here, there = processes.Pipe()
+    process = processes.Process(target=target, args=(there,), daemon=True)
     process.start()
     there.close()
     return process, here
