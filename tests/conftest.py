@@ -23,6 +23,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ray starts its workers with niceness 15: beside busy processes of other tests they get next to no time.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
+# Ray starts a worker for every core before anything needs one.
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+
 
 if importlib.util.find_spec("hypothesis") is not None:  # a machine for GPU tests may lack it
     from hypothesis import settings
@@ -95,10 +98,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _row(item: pytest.Item) -> str:
-    """What runs one after the other."""
+    """What runs one after the other: what shares Ray, a run over ranks, or the server that runs are forked off."""
+    file = item.nodeid.partition("::")[0]
     if item.get_closest_marker("ray"):
         return "ray"
-    return "ranks" if "sharded" in item.path.parts else item.nodeid.partition("::")[0]
+    if "sharded" in file:
+        return "ranks"
+    return "runs" if hasattr(getattr(item, "module", None), "start_roll") else file
 
 
 def _order(item: pytest.Item) -> tuple[bool, ...]:

@@ -9,6 +9,8 @@ import pytest
 
 
 def but(quick: Container[Any], parameters: Iterable[Any]) -> list[Any]:
-    """All parameters; those that are not among `quick` are marked `thorough`."""
+    """All parameters; those that are not among `quick` are marked `thorough`. A tuple has the values of several names."""
     marks = {True: (), False: (pytest.mark.thorough,)}
-    return [pytest.param(each, marks=marks[each in quick]) for each in parameters]
+    return [
+        pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=marks[each in quick]) for each in parameters
+    ]

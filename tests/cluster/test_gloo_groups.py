@@ -98,6 +98,7 @@ def test_a_rank_killed_in_a_collective_is_named_and_new_ranks_meet(rank: int) ->
     with_group(use)
 
 
+@pytest.mark.thorough
 def test_a_rank_stopped_in_a_collective_is_named_by_its_supervisor() -> None:
     async def use(cluster: Cluster[Reducer]) -> None:
         pids = await met(cluster, 600)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from local_ray import start_nodes
-from thorough import but
 
 from roll.config.schema import RayConfig
 from roll.config.user_code import SENT_FOLDER, load_user_code
@@ -28,7 +27,8 @@ def address(own_cluster: None) -> Iterator[str]:
     nodes.shutdown()
 
 
-@pytest.mark.parametrize("inside", but({True}, [True, False]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("inside", [True, False])
 def test_a_worker_finds_code_from_the_root_that_its_node_does_not_have(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bool
 ) -> None:

@@ -153,7 +153,7 @@ def test_more_workers_than_cores_start_and_leave_nothing(notes: Path) -> None:
     ("broken", "kind", "said"),
     [
         ("start", WorkerError, "b[1] failed in its start: OSError: b[1] does not start"),
-        ("user", UserError, "no such model: write another"),
+        pytest.param("user", UserError, "no such model: write another", marks=pytest.mark.thorough),
     ],
 )
 def test_a_worker_that_does_not_start_says_why_and_the_others_go(

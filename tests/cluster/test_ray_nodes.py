@@ -53,6 +53,7 @@ def two_nodes(own_cluster: None) -> Iterator[str]:
     cloudpickle.unregister_pickle_by_value(here)
 
 
+@pytest.mark.thorough
 def test_workers_lie_on_their_nodes_and_read_what_is_on_the_other(
     two_nodes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,11 +84,10 @@ class Mortal(Worker):
         return "awake"
 
     @dispatch(Dispatch.ONE)
-    def spin(self, seconds: float) -> None:
-        """Keeps the interpreter busy."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            pass
+    def spin(self, until: Path) -> None:
+        """Keeps the interpreter busy until there is such a file."""
+        while not until.exists():
+            sum(range(10_000))
 
     @dispatch(Dispatch.ONE)
     def tokens(self, count: int) -> ColumnBlock:
@@ -166,10 +165,11 @@ def test_a_ping_is_answered_while_a_method_blocks_the_worker(roles: Roles) -> No
         assert not behind.done(), "the method does block it"
         assert await blocked == "awake"
         await behind
-        busy = asyncio.create_task(roles.mortals.call_rank(0, Mortal.spin, 6))
+        busy = asyncio.create_task(roles.mortals.call_rank(0, Mortal.spin, roles.notes / "pinged"))
         await asyncio.sleep(0.2)
-        await roles.mortals.ping(0, 5)
+        await roles.mortals.ping(0, 60)
         assert not busy.done()
+        (roles.notes / "pinged").touch()
         await busy
 
     roles.run(use())
@@ -260,6 +260,7 @@ def test_a_stopped_process_is_ended_on_its_node(roles: Roles, monkeypatch: pytes
     assert roles.run(ActorLocation("0a" * 28, process).kill(10)), "its node is gone"
 
 
+@pytest.mark.thorough
 def test_a_worker_that_falls_silent_while_it_starts_again_is_given_up_and_ended(
     roles: Roles, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,8 +91,8 @@ def start_roll(
     errors: Path | None = None,
     before: Callable[[], None] | None = None,
 ) -> Child:
-    """`environment`: variables that all processes it starts have. `errors`: the file of its standard error, if not that of
-    its output. `before`: a function of a module that the process calls first.
+    """`environment`: variables that all processes it starts have. `errors`: the file of its standard error, where that
+    is not the file of its output. `before`: a function of a module that the process calls first.
 
     Ray tells the processes of a cluster by a variable too whether it wants a token; the fork server may have started
     before this process learned it."""

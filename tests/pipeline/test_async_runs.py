@@ -94,6 +94,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, Rem
         return *run.end(), run.remains
 
 
+@pytest.mark.thorough
 def test_an_interrupted_run_saves_and_leaves_no_process_behind(interrupted: tuple[int, str, Remains]) -> None:
     status, said, run = interrupted
     assert status == 128 + signal.SIGINT, said
@@ -101,6 +102,7 @@ def test_an_interrupted_run_saves_and_leaves_no_process_behind(interrupted: tupl
     assert run.checkpoint.step >= 5
 
 
+@pytest.mark.thorough
 def test_responses_that_are_aborted_for_new_weights_go_on_from_their_prefix_with_them(
     interrupted: tuple[int, str, Remains],
 ) -> None:

@@ -76,6 +76,7 @@ def test_every_state_that_the_run_came_to_is_labelled(played: Remains) -> None:
     }
 
 
+@pytest.mark.thorough
 def test_what_a_run_with_a_window_saw_is_what_is_labelled(tmp_path: Path) -> None:
     """Its logs fork at every turn."""
     remains = run(PLAY, tmp_path / "run", "tasks.options.turns=4", "env.window=1", "train.steps=1")
@@ -130,6 +131,7 @@ def test_runs_that_teach_nothing_are_refused(played: Remains, tmp_path: Path) ->
         load(runs=str(plain.path))
 
 
+@pytest.mark.thorough
 def test_what_an_environment_counts_is_a_metric(tmp_path: Path) -> None:
     game = {"source": "environment", "options": {"name": "sokoban", "count": 4, "held_out": 2, "turns": 2}}
     (step,) = [

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from small_runs import start_roll
 
 from roll.config import UserError, load_config
 from roll.pipeline.preflight import find
@@ -27,14 +28,10 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def run_program(folder: Path, *overrides: str, path: Path | None = None) -> Path:
-    """Runs the page's configuration in a process of its own; the folder of the run."""
+def written(folder: Path) -> str:
+    """The page's configuration, in a file of the folder."""
     (folder / "run.yaml").write_text(blocks("yaml")[0])
-    command = [sys.executable, "-m", "roll.cli", "train", "run.yaml", *SETTINGS, "run.dir=run", *overrides]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *([str(path)] if path else [])])}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "run"
+    return "run.yaml"
 
 
 def check_run(run: Path) -> None:
@@ -51,9 +48,12 @@ def check_run(run: Path) -> None:
     assert list((run / "checkpoints").iterdir())
 
 
-def test_the_examples_of_the_page_run_from_a_file(tmp_path: Path) -> None:
+def test_the_examples_of_the_page_run_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "parts.py").write_text("\n".join(blocks("python")))
-    run = run_program(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    child = start_roll(["train", written(tmp_path), *SETTINGS, "run.dir=run"], tmp_path / "out")
+    assert child.end() == 0, child.said
+    run = tmp_path / "run"
     check_run(run)
     kept = json.loads((run / "code" / "manifest.json").read_text())
     assert "parts.py" in json.dumps(kept), "a run keeps the code of its parts"
@@ -76,7 +76,12 @@ def test_the_examples_of_the_page_run_from_an_installed_package(tmp_path: Path) 
     (offered / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
     (offered / "entry_points.txt").write_text("\n".join(f"[{group}]\n{line}\n" for group, line in names.items()))
     roles = "roles={actor_train: {strategy: watched}, actor_infer: {strategy: plain}}"
-    check_run(run_program(tmp_path, "pipeline=short", roles, "run.trackers=[lines]", path=site))
+    overrides = (*SETTINGS, "run.dir=run", "pipeline=short", roles, "run.trackers=[lines]")
+    command = [sys.executable, "-m", "roll.cli", "train", written(tmp_path), *overrides]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), str(site)])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_run(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -101,6 +106,6 @@ def test_a_part_that_is_none_is_refused_by_name(
     (tmp_path / "parts.py").write_text(blocks("python")[0] + half)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    written = yaml.safe_load("{model: tiny, tasks: echo, reward: number}") | settings
+    settings_of_all = yaml.safe_load("{model: tiny, tasks: echo, reward: number}") | settings
     with pytest.raises(UserError, match=says):
-        find(load_config(written))
+        find(load_config(settings_of_all))

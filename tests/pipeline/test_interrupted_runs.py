@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from before_run import strike
 from small_runs import EXACT, SMALL, TINY, Remains, start_roll
-from struck import strike
+from thorough import but
 
 from roll.cli import main
 from roll.config import load_config
@@ -23,7 +24,7 @@ def _steps_done(path: Path) -> int:
     return len(list(path.glob("samples/step-*.jsonl")))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", but({signal.SIGINT}, [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
 def test_the_first_interrupt_saves_and_prints_the_command_that_finishes_the_run(
     tmp_path: Path, undisturbed: Remains, number: signal.Signals
 ) -> None:

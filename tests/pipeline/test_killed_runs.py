@@ -44,6 +44,7 @@ def test_two_runs_give_the_same_bits(run_small: Callable[..., Remains], undistur
     assert_same_run(run_small(base=EXACT), undisturbed)
 
 
+@pytest.mark.thorough
 def test_the_bits_do_not_depend_on_what_else_runs(run_small: Callable[..., Remains], undisturbed: Remains) -> None:
     """Fewer samples at once in the engine, more graders, and no checkpoints between."""
     run = run_small("rollout.max_running=3", "reward.workers=2", "run.checkpoint_every=0", base=EXACT)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from small_runs import SMALL, TINY, Remains
+from thorough import but
 
 from roll import load_config
 from roll.config.errors import UserError
@@ -24,7 +25,7 @@ def trained(path: Path, *settings: str) -> list[dict[str, Any]]:
     return [row for row in Remains(path / "run").metrics() if "train/loss" in row]
 
 
-@pytest.mark.parametrize("penalised", ["loss", "reward"])
+@pytest.mark.parametrize("penalised", but({"loss"}, ["loss", "reward"]))
 def test_a_steered_weight_is_what_the_step_was_trained_with(tmp_path: Path, penalised: str) -> None:
     steered = (f"algorithm.kl_target={TARGET}", f"algorithm.kl_horizon={HORIZON}", f"algorithm.kl_in={penalised}")
     steps = trained(tmp_path, f"algorithm.kl_coef={START}", *steered)
@@ -36,6 +37,7 @@ def test_a_steered_weight_is_what_the_step_was_trained_with(tmp_path: Path, pena
     assert len({step["train/kl_coef"] for step in steps}) == len(steps) == 3
 
 
+@pytest.mark.thorough
 def test_a_fixed_weight_stands_as_it_is_also_while_only_the_critic_learns(tmp_path: Path) -> None:
     steps = trained(tmp_path, "algorithm=ppo", "algorithm.kl_coef=0.25", "algorithm.critic_warmup_steps=2")
     assert [step["train/updates"] for step in steps] == [0, 0, 1]

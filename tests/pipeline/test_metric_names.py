@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from small_runs import Remains
+from thorough import but
 
 from roll.algorithm import Algorithm
 from roll.algorithm.metric_names import OF_ALGORITHM, OF_CRITIC, OF_MIXTURE, OF_TRAINER
@@ -49,7 +50,9 @@ def test_every_metric_of_an_update_is_somebodys(run_small: Callable[..., Remains
     assert len(found) > len(expected), "there is a critic"
 
 
-@pytest.mark.parametrize(("name", "metric"), [("Twice", "clip_frac"), ("Hidden", "grad_norm")])
+@pytest.mark.parametrize(
+    ("name", "metric"), but({("Hidden", "grad_norm")}, [("Twice", "clip_frac"), ("Hidden", "grad_norm")])
+)
 def test_an_algorithm_cannot_give_a_metric_that_is_not_its_own(
     run_small: Callable[..., Remains], name: str, metric: str
 ) -> None:

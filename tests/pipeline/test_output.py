@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
-from small_runs import SMALL, TINY, Remains
-from thorough import but
+from before_run import lose_readers
+from small_runs import SMALL, TINY, Remains, start_roll
 
 from roll.config import RunError
 from roll.pipeline.output import print_line, tolerant_output
@@ -47,7 +47,17 @@ def broken() -> Iterator[TextIO]:
         yield stream
 
 
-@pytest.mark.parametrize("how", but(["the reader takes one line"], NOWHERE))
+def test_training_continues_when_its_output_has_lost_its_reader(tmp_path: Path) -> None:
+    run, errors = tmp_path / "run", tmp_path / "errors"
+    arguments = ["train", TINY, *SMALL, f"run={run}"]
+    child = start_roll(arguments, tmp_path / "out", errors=errors, before=lose_readers)
+    assert (child.end(), errors.read_text()) == (0, "")
+    assert Remains(run).checkpoint.step == 2
+    assert Remains(run).lineage()  # nothing was printed into the ledger
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", NOWHERE)
 def test_training_continues_when_nobody_reads_its_output(tmp_path: Path, how: str) -> None:
     run = tmp_path / "run"
     status, said = _status(["-m", "roll.cli", "train", TINY, *SMALL, f"run={run}"], NOWHERE[how], tmp_path)

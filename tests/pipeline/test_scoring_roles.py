@@ -65,6 +65,7 @@ def trained(config: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]
     return summary, [row for row in rows if "time/step_s" in row]
 
 
+@pytest.mark.thorough
 def test_a_run_learns_what_the_reward_model_likes(tmp_path: Path, liking: Path) -> None:
     more = {"rollout": {"groups_per_step": 8, "group_size": 16, "max_running": 128}, "train": {"steps": 15, "lr": 5e-3}}
     summary, steps = trained(settings(tmp_path / "run", liking, **more, eval={"samples": 64}))

@@ -143,6 +143,7 @@ def test_what_the_trainer_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [mask.tolist() for mask in batch.rows("loss_mask")] == [[False] * 4 + [True] * 2] * 4
 
 
+@pytest.mark.thorough
 def test_a_killed_run_goes_on_in_the_same_bits(tmp_path: Path, undisturbed: Remains) -> None:
     config = tmp_path / "sft.yaml"
     config.write_text(json.dumps(BASE))

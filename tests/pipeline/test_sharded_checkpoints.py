@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import SMALL, TINY, Remains
+from small_runs import ONE, SMALL, TINY, Remains
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -37,18 +37,10 @@ RANKS = f"roles.actor_train={SHARDED}"
 EXACT = (*SMALL, "deterministic=true", "model.dtype=fp32", "train.lr=1e-3", "train.steps=3", "run.checkpoint_every=2")
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Remains:
-    """Three steps on two ranks, saved after the second and the third."""
-    path = tmp_path_factory.mktemp("sharded") / "run"
-    train(load_config(TINY, [*EXACT, RANKS, f"run={path}"]), reporter=SilentReporter())
-    return Remains(path)
-
-
 @pytest.fixture
-def copy(recorded: Remains, tmp_path: Path) -> Remains:
-    """To be damaged."""
-    shutil.copytree(recorded.path, tmp_path / "copy")
+def copy(over_ranks: Remains, tmp_path: Path) -> Remains:
+    """To be damaged: six steps on two ranks, saved after every second one."""
+    shutil.copytree(over_ranks.path, tmp_path / "copy")
     return Remains(tmp_path / "copy")
 
 
@@ -71,17 +63,17 @@ def log_probs(model: Any, ids: list[int]) -> Tensor:
 
 @pytest.mark.thorough
 def test_an_exported_model_gives_the_log_probs_that_the_run_recorded(copy: Remains, tmp_path: Path) -> None:
-    """The samples of step 3 were drawn by the weights after step 2, which engines have verified against the trainer."""
-    shutil.rmtree(copy.path / "checkpoints" / "step-000003")
+    """The samples of step 5 were drawn by the weights after step 4, which engines have verified against the trainer."""
+    shutil.rmtree(copy.path / "checkpoints" / "step-000006")
     out = tmp_path / "out"
     assert main(["export", str(copy.path), str(out)]) == 0
     model = AutoModelForCausalLM.from_pretrained(out)
-    assert same_bits(model, masters(copy, 2))
-    rows = copy.samples()[3]
+    assert same_bits(model, masters(copy, 4))
+    rows = copy.samples()[5]
     assert len(rows) == 8
     for row in rows:
         drawn = [position for position, version in enumerate(row["versions"]) if version >= 0]
-        assert {row["versions"][position] for position in drawn} == {2}
+        assert {row["versions"][position] for position in drawn} == {4}
         computed = log_probs(model, row["ids"])[[position - 1 for position in drawn]].tolist()
         assert computed == pytest.approx([row["logprobs"][position] for position in drawn], abs=1e-5)
     tokenizer = AutoTokenizer.from_pretrained(out)
@@ -105,7 +97,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
 def test_an_export_that_does_not_fit_is_one_message_and_leaves_nothing(
     request: pytest.FixtureRequest, tmp_path: Path, capfd: pytest.CaptureFixture[str], strategy: str
 ) -> None:
-    run: Remains = request.getfixturevalue("recorded" if strategy == "sharded" else "undisturbed")
+    run: Remains = request.getfixturevalue("over_ranks" if strategy == "sharded" else "undisturbed")
     capfd.readouterr()
     with files_of_at_most(MIB):
         assert main(["export", str(run.path), str(tmp_path / "out")]) == 1
@@ -124,27 +116,27 @@ def measured(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 
 @pytest.mark.thorough
 def test_ranks_and_one_process_with_an_exported_folder_answer_alike(
-    recorded: Remains, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    over_ranks: Remains, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = str(tmp_path / "out")
-    assert main(["export", str(recorded.path), out]) == 0
-    by_ranks = measured(capfd, str(recorded.path))
+    assert main(["export", str(over_ranks.path), out]) == 0
+    by_ranks = measured(capfd, str(over_ranks.path))
     assert measured(capfd, TINY, *EXACT, f"model={out}") == by_ranks
 
 
 @pytest.mark.thorough
 def test_a_run_begins_from_shards_over_ranks_and_in_one_process(
-    recorded: Remains, run_small: Callable[..., Remains]
+    over_ranks: Remains, run_small: Callable[..., Remains]
 ) -> None:
     """Actor and reference, of the newest checkpoint or of one that is named."""
-    named = f"model={recorded.path / 'checkpoints' / 'step-000002' / 'model'}"
+    named = f"model={over_ranks.path / 'checkpoints' / 'step-000002' / 'model'}"
     beside = ("algorithm.kl_coef=0.1", "train.steps=1", "train.lr=1e-12")
     ranks = run_small(named, RANKS, f"roles.reference={SHARDED}", *beside, name="ranks", base=EXACT)
     alone = run_small(named, *beside, name="alone", base=EXACT)
     assert ranks.samples() == alone.samples()
-    begun, two = masters(ranks, 1), masters(recorded, 2)
+    begun, two = masters(ranks, 1), masters(over_ranks, 2)
     assert all(torch.allclose(begun[name], two[name], rtol=0, atol=1e-9) for name in two)
-    assert same_bits(load_model(find_model(str(recorded.path)), torch.float32, 0), masters(recorded, 3))
+    assert same_bits(load_model(find_model(str(over_ranks.path)), torch.float32, 0), masters(over_ranks, 6))
 
 
 def flip(file: Path) -> None:
@@ -172,11 +164,11 @@ DAMAGES = [(flip, "__1_0.distcp"), (Path.unlink, "__0_0.distcp"), (cut, ".metada
 def test_damaged_shards_are_refused_by_name_and_moved_aside(
     copy: Remains, tmp_path: Path, capfd: pytest.CaptureFixture[str], damage: Callable[[Path], None], name: str
 ) -> None:
-    file = copy.path / "checkpoints" / "step-000003" / "shards" / name
+    file = copy.path / "checkpoints" / "step-000006" / "shards" / name
     damage(file)
     with pytest.raises(UserError) as refused:
-        train(load_config(TINY, [*EXACT, RANKS, f"run={copy.path}", "train.steps=4"]), resume=True)
-    repair = f"`roll repair {copy.path}` moves it aside, and the run continues from step-000002"
+        train(load_config(TINY, [*ONE, RANKS, f"run={copy.path}", "train.steps=7"]), resume=True)
+    repair = f"`roll repair {copy.path}` moves it aside, and the run continues from step-000004"
     assert f"checkpoint file {file} is damaged (" in str(refused.value)
     assert repair in str(refused.value)
     capfd.readouterr()
@@ -184,7 +176,7 @@ def test_damaged_shards_are_refused_by_name_and_moved_aside(
     assert f"checkpoint file {file} is damaged (" in capfd.readouterr().err
     assert not list(tmp_path.glob("*out*"))
     assert main(["repair", str(copy.path)]) == 0
-    assert copy.checkpoint.step == 2
+    assert copy.checkpoint.step == 4
 
 
 @pytest.mark.parametrize(("damage", "name"), DAMAGES[:3], ids=["flipped", "missing", "cut"])
@@ -192,13 +184,13 @@ def test_a_model_whose_shards_are_damaged_is_refused_by_name(
     copy: Remains, capfd: pytest.CaptureFixture[str], damage: Callable[[Path], None], name: str
 ) -> None:
     saved = copy.path / "checkpoints"
-    file = saved / "step-000003" / "shards" / name
+    file = saved / "step-000006" / "shards" / name
     damage(file)
     capfd.readouterr()
     assert main(["eval", str(copy.path), "roles.actor_train={}"]) == 2
     said = "".join(capfd.readouterr().err.split("\n"))
     assert f"model: {file} is damaged (" in said
-    assert f"write another checkpoint of that run, such as {saved / 'step-000002' / 'model'}" in said
+    assert f"write another checkpoint of that run, such as {saved / 'step-000004' / 'model'}" in said
     assert "Traceback" not in said
 
 

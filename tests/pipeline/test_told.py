@@ -82,6 +82,7 @@ def test_samples_with_a_reward_beyond_all_bounds_fail_by_name(tmp_path: Path) ->
     assert summary["trained_samples"] > 0
 
 
+@pytest.mark.thorough
 def test_a_domain_that_only_fails_is_told_of_once(tmp_path: Path) -> None:
     """The others go on, so nothing else would say it."""
     listener = Listener()

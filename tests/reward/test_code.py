@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from thorough import but
 
 from roll.config.errors import UserError
 from roll.data.task import Response, Task
@@ -192,8 +193,11 @@ print(add(0, 0))
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("cheat", CHEATS)
+FEW = {("calls", cheat) for cheat in CHEATS} | {(form, "answers in advance") for form in FORMS}
+"""Each way to cheat with one form of tests, and each form with one way."""
+
+
+@pytest.mark.parametrize(("form", "cheat"), but(FEW, itertools.product(FORMS, CHEATS)))
 def test_cheating_is_worth_nothing(cheat: str, form: str) -> None:
     assert graded(CHEATS[cheat], FORMS[form], credit="share", seconds=0.5 if cheat == "hangs" else 20.0) == 0
 

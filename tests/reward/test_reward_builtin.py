@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis_examples import examples
+from thorough import but
 
 from roll.data import Response, Task
 from roll.reward.math_text import equation_sides, expression_in, lists_several, tidy, without_unit
@@ -160,7 +161,7 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("piece", HOSTILE)
+@pytest.mark.parametrize("piece", but(HOSTILE[::4], HOSTILE))
 def test_long_texts_are_searched_in_linear_time(piece: str) -> None:
     """Forty thousand characters of anything: what grows with their square would take minutes."""
     for text in (piece * (40_000 // len(piece)), "The answer is " + piece * (40_000 // len(piece)) + "5"):

@@ -6,11 +6,12 @@ import pytest
 from attack import Attack, probe_all, set_off
 from attack_table import BOMBS, PROBES, UNSEEN
 from boxes import NAMES, box
+from thorough import but
 
 from roll.sandbox import Sandbox
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=but({"plain", "namespaces"}, NAMES))
 def sandbox(request: pytest.FixtureRequest) -> Sandbox:
     return box(request.param)
 

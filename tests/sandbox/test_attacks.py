@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from boxes import BARE, NAMES, alive, box, needs
 from processes import eventually
+from thorough import but
 
 from roll.sandbox import Limits, Program, ProgramResult, Sandbox, execution, launch, run_blocking
 
@@ -21,7 +22,7 @@ PATIENT = Limits(wall_s=20, cpu_s=20)
 """For attacks that must fail by themselves, on a machine that is busy."""
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=but({"plain", "namespaces"}, NAMES))
 def sandbox(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sandbox]:
     found, folders = box(request.param), []
 

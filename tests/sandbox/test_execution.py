@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from boxes import NAMES, alive, box
 from processes import eventually
+from thorough import but
 
 from roll.sandbox import Limits, Program, Sandbox, SandboxError, best, execution, run, run_blocking
 from roll.sandbox.calls import CallFailed, CallReturned, FunctionCall, call_all, check_all
@@ -24,7 +25,7 @@ from roll.sandbox.calls import CallFailed, CallReturned, FunctionCall, call_all,
 PATIENT = Limits(wall_s=20, cpu_s=20)
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=but({"plain", "namespaces"}, NAMES))
 def sandbox(request: pytest.FixtureRequest) -> Sandbox:
     return box(request.param)
 

@@ -15,6 +15,7 @@ import pytest
 from boxes import NAMES, box, needs
 from memory_attacks import ATTACKS, LIMIT_MB
 from processes import eventually
+from thorough import but
 
 from roll.data.task import Response, Task
 from roll.env.python_tool import PythonTool
@@ -37,7 +38,7 @@ attacks = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=but({"plain", "namespaces"}, NAMES))
 def counted(request: pytest.FixtureRequest) -> Sandbox:
     """A level whose programs the kernel counts."""
     found = box(request.param)
@@ -46,7 +47,7 @@ def counted(request: pytest.FixtureRequest) -> Sandbox:
     return found
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=but({"plain", "namespaces"}, NAMES))
 def watched(request: pytest.FixtureRequest) -> Sandbox:
     """A level as it is where the kernel does not count."""
     return dataclasses.replace(box(request.param), cgroups=None)

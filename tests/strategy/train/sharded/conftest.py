@@ -10,6 +10,7 @@ import pytest
 
 from roll.cluster.mesh import MeshShape
 from tests.ranks import Ranks, ranks_of
+from tests.thorough import but
 
 LAYOUTS = {
     "two shards": MeshShape(shard=2),
@@ -26,8 +27,9 @@ def launched() -> Iterator[Callable[[str], Ranks]]:
         yield cache(lambda layout: open_ranks.enter_context(ranks_of(MESHES[layout])))
 
 
-@pytest.fixture(params=LAYOUTS)
+@pytest.fixture(params=but({"two replicas of two"}, LAYOUTS))
 def ranks(request: pytest.FixtureRequest, launched: Callable[[str], Ranks]) -> Ranks:
+    """Each layout; `make test` has the one with both kinds of groups here, and the others where a test names them."""
     return launched(request.param)
 
 

@@ -1,4 +1,4 @@
-"""Signals that a run gives itself at a known place while it starts."""
+"""What a process of `start_roll` does before it runs the command."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ from typing import Any
 import roll.pipeline.entrypoints as launch
 import roll.pipeline.roles as roles
 import roll.run.folder as folder
+
+
+def lose_readers() -> None:
+    """What is printed from now on nobody reads: standard output is a pipe that has lost its reader."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
 
 
 def strike(where: str, number: signal.Signals) -> None:
