@@ -32,7 +32,9 @@ def test_a_reward_that_raises_for_some_tasks(run_small: Callable[..., Remains]) 
     ("reward", "reason"),
     [
         ("hangs_for_some", "reward deadline: no verdict after 0.3 s"),
-        ("dies_for_some", "reward crashed: the grader process was killed by SIGKILL"),
+        pytest.param(
+            *("dies_for_some", "reward crashed: the grader process was killed by SIGKILL"), marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_a_reward_that_takes_its_process_with_it(run_small: Callable[..., Remains], reward: str, reason: str) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from long_runs import LongRun, left_in_shared_memory, long_run
 from small_runs import EXACT, SMALL, TINY, Remains
+from thorough import but
 
 from roll import load_config
 from roll.cluster import Cluster, Dispatch, WorkerPlacement, dispatch
@@ -78,12 +79,12 @@ def test_local_and_ray_give_the_same_bits_with_one_engine(colocated: Remains, th
 
 
 @pytest.mark.usefixtures("on_ray")
-@pytest.mark.parametrize("layout", ["partly shared", pytest.param("disaggregated", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", but({"disaggregated"}, ["partly shared", "disaggregated"]))
 def test_local_and_ray_give_the_same_bits(
     run_small: Callable[..., Remains], three_local_steps: Remains, layout: str
 ) -> None:
-    """Rollouts included: three steps with two engines, of which one shares the trainer's core and leaves it while the
-    trainer works, and with one elsewhere."""
+    """Rollouts included: three steps with an engine beside the trainer, and with two, of which one shares the trainer's
+    core and leaves it while the trainer works."""
     run = run_small(*RAY, *LAYOUTS[layout], "train.steps=3", "fault_tolerance.spare_trainer=false", base=EXACT)
     assert_same_bits(run, three_local_steps)
     logs = {log.stem for log in (run.path / "logs").iterdir()}

@@ -84,7 +84,9 @@ def plain_routes(model: Any, ids: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "settings", [(), ("env.window=1",), ("deterministic=true",)], ids=["turns", "branches", "deterministic"]
+    "settings",
+    [(), pytest.param(("env.window=1",), marks=pytest.mark.thorough), ("deterministic=true",)],
+    ids=["turns", "branches", "deterministic"],
 )
 def test_the_rows_before_sampled_tokens_are_recorded(
     mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: tuple[str, ...]

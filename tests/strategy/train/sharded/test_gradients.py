@@ -170,7 +170,7 @@ def test_every_loss_and_aggregation(launched: Any, name: str, aggregation: Aggre
     check(launched(layout), Job(make_batch(Groups(seed=number, groups=3)), spec, extra_rows=5))
 
 
-@settings(several, max_examples=8)
+@settings(several, max_examples=8 if ALL else 4)
 @given(spec=losses(), shape=GROUPS, extra_rows=EXTRA_ROWS)
 def test_random_groups_limits_and_idle_ranks(ranks: Ranks, spec: LossSpec, shape: Groups, extra_rows: int) -> None:
     check(ranks, Job(make_batch(shape), spec, extra_rows=extra_rows))
@@ -250,7 +250,7 @@ def test_several_updates_of_a_step(
     check(ranks, Job(make_batch(shape), spec, extra_rows=extra_rows, settings=settings))
 
 
-@settings(several, max_examples=4)
+@settings(several, max_examples=4 if ALL else 2)
 @given(
     shape=MOSTLY_TRAINED,
     credit=st.builds(

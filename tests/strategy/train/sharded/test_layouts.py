@@ -87,6 +87,7 @@ def test_the_gradient_is_that_of_one_process(layout: Layout) -> None:
         check(ranks, Job(make_batch(Groups(seed=seed + 1)), SEQUENCES, kind, extra_rows=3))
 
 
+@pytest.mark.thorough
 def test_norms_of_queries_and_keys_have_the_gradients_of_all_micro_batches(layout: Layout) -> None:
     """Every rank of `tensor` computes a part of their heads: what is summed over ranks must not be summed again with the
     next micro-batch."""
@@ -103,6 +104,7 @@ def test_norms_of_queries_and_keys_have_the_gradients_of_all_micro_batches(layou
         assert max(wrong[name] for name in norms) < 5e-6
 
 
+@pytest.mark.thorough
 def test_of_one_short_sample_too(layout: Layout) -> None:
     """Some ranks have no sample, or no row from which a token is predicted."""
     ranks, kinds = layout
@@ -120,6 +122,7 @@ def test_routers_are_balanced_alike_and_replay_what_the_sampler_chose(layout: La
             check(ranks, job, [torch.float64])
 
 
+@pytest.mark.thorough
 def test_a_critics_value_loss(layout: Layout) -> None:
     ranks, kinds = layout
     spec = LossSpec("nll", credit=CreditSpec("gae", discount=0.9))
@@ -146,6 +149,7 @@ def divided(ranks: Ranks) -> str:
     return "mixtral_moe" if ranks.shape.expert > 1 else "tied"
 
 
+@pytest.mark.thorough
 def test_adapters(layout: Layout, folders: Path) -> None:
     """In a mixture they are in its attention."""
     ranks, _ = layout
