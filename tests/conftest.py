@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import signal
@@ -16,6 +17,9 @@ from roll.config.secrets import KNOWN
 for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
+
+# Until all tests are collected nothing is garbage: see `pytest_collection_finish`.
+gc.disable()
 
 # Models are tiny here and tests run side by side: threads that wait for each other's cores would be most of the work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -92,7 +96,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """pytest-xdist groups tests by a suffix of their ids, which some versions of pytest do not let it set."""
+    """The garbage collector passes over what stays to the end: all modules and tests, some millions of objects that it
+    would visit in every test that asks for a collection.
+
+    pytest-xdist groups tests by a suffix of their ids, which some versions of pytest do not let it set."""
+    gc.enable()
+    gc.freeze()
     if session.config.getoption("loadgroup", False) and session.items and "@" not in session.items[0].nodeid:
         raise pytest.UsageError(f"pytest-xdist cannot group tests with pytest {pytest.__version__}: see constraints.txt")
 
