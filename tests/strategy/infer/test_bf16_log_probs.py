@@ -59,7 +59,9 @@ def decoded_log_probs(model: LlamaForCausalLM, prompt: Sequence[int], drawn: Seq
     return torch.stack(found).cpu()
 
 
-@pytest.mark.parametrize("engine", ["native", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.mark.parametrize(
+    "engine", [pytest.param("native", marks=pytest.mark.thorough), pytest.param("vllm", marks=pytest.mark.vllm)]
+)
 def test_bf16_log_probs_are_as_near_as_those_of_transformers(engine: str) -> None:
     source = smollm2()
     values: Any = load_model(source, torch.bfloat16, 0).to(DEVICE)
