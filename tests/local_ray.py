@@ -9,23 +9,30 @@ _started: list[Any] = []
 
 
 def start() -> None:
-    """Starts Ray, unless it runs. Ray gives its node 30 s, which may be too little beside other tests: three tries."""
+    """Starts Ray, unless it runs."""
     import ray
 
     from roll.cluster.ray_executor import RayExecutor
-    from roll.config import UserError
     from roll.config.schema import RayConfig
 
-    for tries_left in (2, 1, 0):
-        if ray.is_initialized():
-            return
+    if not ray.is_initialized():
         stop()
         _started.append(RayExecutor(RayConfig(object_store_gb=0.2)))
+        connect(_started[-1])
+
+
+def connect(executor: Any) -> None:
+    """Starts the Ray of an executor. Ray gives its node 30 s, which may be too little beside other tests: three tries."""
+    from roll.config import UserError
+
+    for tries_left in (2, 1, 0):
         try:
-            _started[-1].connect()
+            executor.connect()
         except UserError:
             if not tries_left:
                 raise
+        else:
+            return
 
 
 def stop() -> None:

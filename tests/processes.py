@@ -23,7 +23,7 @@ def alive(pid: int) -> bool:
     return state(pid) not in ("", "Z")
 
 
-def eventually(holds: Callable[[], bool], within_s: float = 20) -> bool:
+def eventually(holds: Callable[[], bool], within_s: float = 60) -> bool:
     until = time.monotonic() + within_s
     while not holds():
         if time.monotonic() > until:
@@ -32,7 +32,7 @@ def eventually(holds: Callable[[], bool], within_s: float = 20) -> bool:
     return True
 
 
-def gone(pid: int, within_s: float = 3) -> bool:
+def gone(pid: int, within_s: float = 60) -> bool:
     return eventually(lambda: not alive(pid), within_s)
 
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import ray
+from local_ray import connect
 from processes import alive, eventually
 
 from roll.cluster import (
@@ -123,7 +124,7 @@ def roles(own_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     here, notes = sys.modules[__name__], tmp_path_factory.mktemp("notes")
     cloudpickle.register_pickle_by_value(here)  # workers cannot import a test
     executor = RayExecutor(RayConfig(object_store_gb=0.1, start_deadline_s=600, call_deadline_s=300), notes / "logs")
-    executor.connect()
+    connect(executor)
     with asyncio.Runner() as runner:
         places = [WorkerPlacement("mortal", rank, 2, threads=1, cores=(0,)) for rank in range(2)]
         alone = [WorkerPlacement("other", threads=1)]

@@ -39,7 +39,7 @@ class LongRun:
 
     def end(self) -> tuple[int, str]:
         """Exit status and output, once all its processes are gone, and with them what they shared."""
-        status, deadline = self.child.end(), time.monotonic() + 30
+        status, deadline = self.child.end(), time.monotonic() + 120
         while left := self.processes():
             assert time.monotonic() < deadline, [Path(f"/proc/{pid}/cmdline").read_bytes()[:80] for pid in left]
             time.sleep(0.1)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from before_run import strike
+from processes import eventually
 from small_runs import EXACT, SMALL, TINY, Remains, start_roll
 from thorough import but
 
@@ -42,7 +43,7 @@ def test_the_first_interrupt_saves_and_prints_the_command_that_finishes_the_run(
     assert child.end() == 128 + number, child.said
     assert "Traceback" not in child.said
     assert "stopping after this step and saving" in child.said
-    assert not child.graders()
+    assert eventually(lambda: not child.graders())
     run = Remains(path)
     stopped_at = run.checkpoint.step
     assert 1 <= stopped_at < 6
@@ -124,7 +125,7 @@ def test_the_second_interrupt_ends_at_once(tmp_path: Path, second: signal.Signal
     assert child.end() == 128 + second, child.said
     assert child.said.rstrip().endswith("stopped")
     assert "Traceback" not in child.said
-    assert not child.graders()
+    assert eventually(lambda: not child.graders())
     assert not list(path.glob("checkpoints/step-*"))
 
 
@@ -152,4 +153,4 @@ def test_a_signal_ends_a_command_that_saves_nothing_in_order(
     os.kill(child.pid, number)
     assert child.end() == 128 + number, child.said
     assert child.said.strip() == "stopped"
-    assert not child.graders()
+    assert eventually(lambda: not child.graders())

@@ -112,7 +112,7 @@ def test_what_the_function_prints_goes_to_the_log_and_breaks_nothing(tmp_path: P
         for value in range(3):
             assert await outcome(pool, "shout", value) == ("scored", value)
 
-    with_pool(use, log=log, deadline_s=5)
+    with_pool(use, log=log, deadline_s=60)
     text = log.read_bytes()
     assert b"garbage" in text
     assert b"noise" in text
@@ -139,7 +139,7 @@ def test_a_process_killed_from_outside_costs_a_busy_job_one_try_and_an_idle_pool
     async def use(pool: GraderPool) -> None:
         pid = int((await pool.score(do("pid"), RESPONSE)).reward)
         os.kill(pid, signal.SIGKILL)
-        assert gone(pid, 2)
+        assert gone(pid)
         await asyncio.sleep(0.1)
         assert await outcome(pool, "give", 1) == ("scored", 1)
         assert pool.stats().crashed == 0
@@ -151,7 +151,7 @@ def test_a_process_killed_from_outside_costs_a_busy_job_one_try_and_an_idle_pool
         assert await busy == ("scored", 2)
         assert pool.stats().crashed == 1
 
-    with_pool(use, tries=2, deadline_s=5)
+    with_pool(use, tries=2, deadline_s=60)
 
 
 @pytest.mark.parametrize("then", ["hang", "exit"])
@@ -159,7 +159,7 @@ def test_what_a_function_started_ends_with_its_process(tmp_path: Path, then: str
     async def use(pool: GraderPool) -> None:
         kind, _ = await outcome(pool, "leave child", str(tmp_path / "pid"), then)
         assert kind == {"hang": "deadline", "exit": "crashed"}[then]
-        assert gone(int((tmp_path / "pid").read_text()), 2)
+        assert gone(int((tmp_path / "pid").read_text()))
 
     with_pool(use)
 
@@ -170,7 +170,7 @@ def test_a_function_that_forks_or_leaves_threads_is_judged_once() -> None:
             assert await outcome(pool, "fork", value) == ("scored", value)
         assert await outcome(pool, "leave thread", 9) == ("scored", 9)
 
-    with_pool(use, deadline_s=5)
+    with_pool(use, deadline_s=60)
 
 
 def test_closures_and_answers_of_any_type_travel() -> None:

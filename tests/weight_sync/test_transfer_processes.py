@@ -15,6 +15,7 @@ from torch import Tensor
 from transfer_peer import (
     BUCKET_BYTES,
     LOCAL,
+    MEETING_S,
     MEGABYTE,
     PeakMemory,
     answer,
@@ -103,7 +104,7 @@ def test_a_broadcast_brings_every_tensor(sender: Sender, peer: Connection) -> No
 def broadcast(sender: Sender, peer: Connection) -> None:
     port = BroadcastGroup.free_port()
     peer.send(("receive", (port,)))
-    group = BroadcastGroup(0, 2, LOCAL, port, "gloo", deadline_s=20)
+    group = BroadcastGroup(0, 2, LOCAL, port, "gloo", MEETING_S)
     sender.broadcast(group)
     answer(peer)
     group.close()
@@ -152,11 +153,11 @@ def test_a_sender_killed_in_a_broadcast_is_an_error_at_the_receiver() -> None:
     receiver.begin(manifest)
     port = BroadcastGroup.free_port()
     pipe.send(port)
-    group = BroadcastGroup(1, 2, LOCAL, port, "gloo", deadline_s=20)
+    group = BroadcastGroup(1, 2, LOCAL, port, "gloo", MEETING_S)
     started = time.monotonic()
     with pytest.raises(RunError, match=r"\(rank 1 of 2, gloo\) broke: the sender or a rank before this one died"):
         receiver.receive(group)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < MEETING_S
     group.close()
     assert "embed" in receiver.finish()
     process.join(10)
