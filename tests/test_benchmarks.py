@@ -29,6 +29,7 @@ SMALL = {
     "path.py": ("", "functions"),
     "processes.py": ("--workload tiny --steps 1", "scheduler_s"),
     "products.py": ("--rows 4 --repeats 1", "rows_4_ms"),
+    "quick_rewards.py": ("--groups 2 --repeats 1", "number_over_floor"),
     "recovery.py": ("--repeats 1 --runs sharded-local", "sharded-local"),
     "rendering.py": ("--turns 4 --repeats 1", "whole_of_short_4_turns"),
     "sandbox.py": ("--seconds 1", "floor_per_s"),

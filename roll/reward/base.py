@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, SupportsFloat, TypeAlias, cast
 
 from roll.config.secrets import KNOWN
-from roll.data.finite import check_reward, metric_of, reward_of, short_repr
+from roll.data.finite import LARGEST_REWARD, check_reward, metric_of, reward_of, short_repr
 from roll.data.task import Response, Task
 
 RewardFn: TypeAlias = Callable[[Task, Response], SupportsFloat | Mapping[str, SupportsFloat]]
@@ -101,26 +101,28 @@ def answer_of(reward: RewardFn, task: Task, response: Response) -> str | None:
     return answer
 
 
-def normalise(result: object, who: str = "the reward function") -> Verdict:
-    """The verdict of a reward function's result; `ValueError` says what is wrong, and that `who` returned it.
+def normalise(result: object, who: Callable[[], str] = lambda: "the reward function") -> Verdict:
+    """The verdict of a reward function's result; `ValueError` says what is wrong, and that `who()` returned it.
 
     A number is the reward. In a mapping, the value under `reward` is the reward and the others are its parts; without
     that key the sum of the parts is the reward: `{"right": 1, "format": 0.2}` is worth 1.2.
     """
+    if type(result) is float and abs(result) <= LARGEST_REWARD:
+        return Verdict(result)
+    returned = f"{who()} returned"
     if not isinstance(result, Mapping):
-        return Verdict(reward_of(result, f"{who} returned", _IF_ASYNC))
+        return Verdict(reward_of(result, returned, _IF_ASYNC))
     if not result:
-        raise ValueError(f"{who} returned an empty mapping, not a number or named parts")
+        raise ValueError(f"{returned} an empty mapping, not a number or named parts")
     for name in result:
         if not isinstance(name, str):
-            raise ValueError(f"{who} returned a part named {short_repr(name)}: names are strings")
+            raise ValueError(f"{returned} a part named {short_repr(name)}: names are strings")
     parts = {
-        KNOWN.without(name): metric_of(value, f"{who} returned, as {name!r},", _IF_ASYNC)
-        for name, value in result.items()
+        KNOWN.without(name): metric_of(value, f"{returned}, as {name!r},", _IF_ASYNC) for name, value in result.items()
     }
     if "reward" in parts:
-        return Verdict(check_reward(parts.pop("reward"), f"{who} returned, as 'reward',"), parts)
-    return Verdict(check_reward(sum(parts.values()), f"the parts that {who} returned sum to"), parts)
+        return Verdict(check_reward(parts.pop("reward"), f"{returned}, as 'reward',"), parts)
+    return Verdict(check_reward(sum(parts.values()), f"the parts that {returned} sum to"), parts)
 
 
 def name_of(reward: RewardFn) -> str:

@@ -110,9 +110,10 @@ def judge_attempt(
     except BaseException as error:  # SystemExit too: sys.exit() in a reward counts as raised
         return _failure_of(error)
     try:
-        return GraderScored(
-            replace(normalise(result, _who(function, task)), answer=answer), seconds, parts_s, deterministic
-        ), False
+        verdict = normalise(result, lambda: _who(function, task))
+        if answer is not None:
+            verdict = replace(verdict, answer=answer)
+        return GraderScored(verdict, seconds, parts_s, deterministic), False
     except ValueError as error:
         return GraderFailed("invalid", str(error)[:REASON_CHARS]), False
     except BaseException as error:

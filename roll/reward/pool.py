@@ -25,7 +25,7 @@ from roll.reward.grader import Grader
 from roll.reward.grader_main import judge_attempt
 from roll.reward.model_reward import RoleScores
 from roll.reward.reward_spec import RewardSpec
-from roll.reward.stats import GraderStats, Latency
+from roll.reward.stats import GraderStats, LatencySum
 from roll.sandbox.cgroups import sweep
 
 QUICK_CHARS = 8192
@@ -77,8 +77,8 @@ class GraderPool:
         self._idle: deque[Grader] = deque()
         self._fair_queue: FairQueue[Grader] = FairQueue()
         self._counts: Counter[str] = Counter()
-        self._latency: defaultdict[str, Latency] = defaultdict(Latency)
-        self._verdicts = Latency()
+        self._latency: defaultdict[str, LatencySum] = defaultdict(LatencySum)
+        self._verdicts = LatencySum()
         self._last_stats = GraderStats()
 
     async def __aenter__(self) -> Self:
@@ -140,7 +140,8 @@ class GraderPool:
     def stats(self) -> GraderStats:
         """Counts since the pool was created."""
         counts: dict[str, Any] = {**self._counts, "restarts": self._pool.restarts}
-        return GraderStats(**counts, verdicts=self._verdicts, latency=dict(self._latency))
+        latency = {name: total.so_far() for name, total in self._latency.items()}
+        return GraderStats(**counts, verdicts=self._verdicts.so_far(), latency=latency)
 
     def take_stats(self) -> GraderStats:
         """Counts since the last call."""
@@ -165,7 +166,7 @@ class GraderPool:
             else:
                 grader = await self._wait_in_queue(domain, at_front)
             if grader.usable:
-                self._add_latency(f"{domain}/wait", asyncio.get_running_loop().time() - started)
+                self._latency[f"{domain}/wait"].add(asyncio.get_running_loop().time() - started)
                 return grader
             self._fair_queue.end(domain)
             self._pool.replace(grader)  # it died while idle: no job caused that
@@ -221,14 +222,11 @@ class GraderPool:
             self._counts[answer.kind] += 1
             raise ScoreFailure(answer.kind, answer.reason, answer.detail)
         self._counts["scored"] += 1
-        self._verdicts += Latency(1, answer.seconds)
-        self._add_latency(f"{task.domain}/verdict", answer.seconds)
+        self._verdicts.add(answer.seconds)
+        self._latency[f"{task.domain}/verdict"].add(answer.seconds)
         for part, seconds in answer.parts_s.items():
-            self._add_latency(f"{task.domain}/part/{part}", seconds)
+            self._latency[f"{task.domain}/part/{part}"].add(seconds)
         return answer.verdict
-
-    def _add_latency(self, what: str, seconds: float) -> None:
-        self._latency[what] += Latency(1, seconds)
 
 
 def pack(task: Task, response: Response, role_scores: RoleScores, votes: bool = False) -> bytes:

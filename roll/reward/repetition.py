@@ -36,5 +36,8 @@ class RepetitionPenalty:
 
 def repeated_share(items: list[str], n: int) -> float:
     """Share of n-grams that occurred before: in `a b a b a` with n = 2, two of four."""
-    grams = [tuple(items[i : i + n]) for i in range(len(items) - n + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+    count = len(items) - n + 1
+    if count < 1:
+        return 0.0
+    grams = zip(*(items[first:] for first in range(n)), strict=False)
+    return 1 - len(set(grams)) / count

@@ -25,6 +25,21 @@ class Latency:
         return Latency(self.count - other.count, self.seconds - other.seconds)
 
 
+@dataclass(slots=True)
+class LatencySum:
+    """A latency that is still being added up."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        self.seconds += seconds
+
+    def so_far(self) -> Latency:
+        return Latency(self.count, self.seconds)
+
+
 @dataclass(frozen=True)
 class RoleStats:
     """A role's answers, its missing answers, and the maximum number of requests that waited for it at once."""
