@@ -39,11 +39,11 @@ SMALL = {
     "soak.py": ("--days 0.01", "trained"),
     "train_step.py": ("--device cpu --shape tiny --tokens 256 --repeats 1", "over_plain_loop"),
     "transfer.py": ("--gb 0.05 --repeats 1 --bucket-mb 4", "of_memcpy"),
-    "turns.py": ("--steps 2", "local_of_floor"),
+    "turns.py": ("--steps 2 --host-episodes 32", "host_ms_per_turn"),
     "webshop.py": ("--products 200 --seeds 2", "search_cpu_ms"),
 }
-NOT_HERE = {"devices.py", "engine_peers.py"}
-"""The smallest of the one is too large for two cores; the other is a process of `engine.py`."""
+NOT_HERE = {"devices.py", "engine_peers.py", "turn_host.py"}
+"""The smallest of the first is too large for two cores; the others are processes of `engine.py` and `turns.py`."""
 
 
 def test_every_benchmark_is_here() -> None:

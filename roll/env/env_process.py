@@ -37,12 +37,15 @@ class _Call:
     deadline_s: float
     what: str
     reply: asyncio.Future[Reply]
-    timer: asyncio.TimerHandle | None = None
+    ends_s: float = 0.0
+    """The time of its deadline, once it is in flight."""
+    overdue: asyncio.TimerHandle | None = None
+    """Set from the deadline on: it ends the call if the process does not answer a ping."""
 
     def settle(self, result: Reply | EnvFailure) -> None:
         """Ends the call, also if its caller has cancelled it."""
-        if self.timer is not None:
-            self.timer.cancel()
+        if self.overdue is not None:
+            self.overdue.cancel()
         if self.reply.done():
             return
         if isinstance(result, EnvFailure):
@@ -70,6 +73,8 @@ class EnvProcess:
         self._numbers = itertools.count()
         self._calls: dict[int, _Call] = {}
         self._queue: deque[_Call] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+        """Fires at the first deadline of the calls in flight, or before it."""
         self._unsent_frames: list[bytes] = []
         """Frames to be sent together in the next turn of the event loop."""
         self._loads: dict[str, asyncio.Future[Reply]] = {}
@@ -172,7 +177,8 @@ class EnvProcess:
         number = next(self._numbers)
         self._calls[number] = call
         loop = asyncio.get_running_loop()
-        call.timer = loop.call_later(call.deadline_s, self._on_deadline, number)
+        call.ends_s = loop.time() + call.deadline_s
+        self._wake_by(call.ends_s)
         if not self._unsent_frames:
             loop.call_soon(self._flush_outbox)
         self._unsent_frames.append(ipc.frame((number, call.request)))
@@ -181,13 +187,34 @@ class EnvProcess:
         frames, self._unsent_frames = self._unsent_frames, []
         self._child.writer.write(b"".join(frames))
 
+    def _wake_by(self, time_s: float) -> None:
+        """Sets the timer to this time unless it fires earlier."""
+        if self._timer is None or time_s < self._timer.when():
+            self._stop_timer()
+            self._timer = asyncio.get_running_loop().call_at(time_s, self._check_deadlines)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _check_deadlines(self) -> None:
+        self._timer = None
+        now_s = asyncio.get_running_loop().time()
+        for number, call in list(self._calls.items()):
+            if call.overdue is None and call.ends_s <= now_s:
+                self._on_deadline(number)
+        waiting = [call.ends_s for call in self._calls.values() if call.overdue is None]
+        if waiting and not self._receiver.done():
+            self._wake_by(min(waiting))
+
     def _on_deadline(self, number: int) -> None:
         """A deadline has passed. A reply that has arrived counts, but the event loop may have been blocked and not read
         it yet: the answer to a ping arrives after it."""
         if self._receiver.done():  # the connection broke; `_watch` ends the process for that
             return
         loop, call = asyncio.get_running_loop(), self._calls[number]
-        call.timer = loop.call_later(_GRACE_S, self._fail_stuck, number)
+        call.overdue = loop.call_later(_GRACE_S, self._fail_stuck, number)
         pong: asyncio.Future[Reply] = loop.create_future()
         pong.add_done_callback(_retrieve_error)
         pong.add_done_callback(lambda _: self._fail_overdue(number))
@@ -211,6 +238,7 @@ class EnvProcess:
         if self._end_reason:
             return
         self._end_reason = why
+        self._stop_timer()
         self._child.kill()
         calls, self._calls = self._calls, {}
         crashed_handle = None if self._exit_notice is None or kind != "crashed" else self._exit_notice.handle
