@@ -107,6 +107,8 @@ class SlotEngine:
         """The first waiting request and the number of running ones, if that request cannot get a slot while that many
         run."""
         self._prefilling: list[SharedSequence] = []  # sequences with unfinished prefill, oldest first
+        self._sampling: dict[SharedSequence, None] = {}
+        """The running sequences that have a token of their response."""
         self._extended: list[SharedSequence] = []
         """The sequences that got a token in this step."""
         self._ids: set[str] = set()
@@ -256,8 +258,8 @@ class SlotEngine:
 
     def _decoding(self) -> list[DecodeRows]:
         """One decode row for every sequence that has sampled a token whose hidden state is not computed yet."""
-        running = enumerate(self._slots.running)
-        return [DecodeRows(slot, each.length) for slot, each in running if each.ids and each.hidden is None]
+        waiting = [sequence for sequence in self._sampling if sequence.hidden is None]
+        return [DecodeRows(each.slot, each.length) for each in sorted(waiting, key=_slot_of)]
 
     def _compute_mixed(self) -> None:
         """Prefills as many prompt tokens as the step's budget allows; the first pass also contains the decode rows.
@@ -344,8 +346,9 @@ class SlotEngine:
     def _sample_rows(self) -> None:
         """Samples a token for every request with a hidden state. A sequence splits if its requests sampled different
         tokens."""
+        computed = [each for each in (*self._sampling, *self._prefilling) if each.hidden is not None]
+        computed.sort(key=_slot_of)
         self._prefilling = [sequence for sequence in self._prefilling if sequence.hidden is None]
-        computed = [sequence for sequence in self._slots.running if sequence.hidden is not None]
         for sequence in computed:
             if sequence.repeats:
                 self._append(sequence, sequence.forced_ids[len(sequence.ids)])
@@ -382,6 +385,7 @@ class SlotEngine:
             ids, versions = [*sequence.ids, token], [*sequence.versions, self.version]
             fork = replace(sequence, members=members, ids=ids, versions=versions)
             self._slots.fork(slot, fork)
+            self._sampling[fork] = None
             self._extended.append(fork)
         token, members = next(iter(branches.items()))
         sequence.members = members
@@ -391,13 +395,14 @@ class SlotEngine:
         sequence.hidden = None
         sequence.ids.append(token)
         sequence.versions.append(self.version)
+        self._sampling[sequence] = None
         self._extended.append(sequence)
 
     def _collect(self) -> list[Completion]:
         """The requests whose last token ends them, in the order of their slots."""
         finished: list[Completion] = []
         extended, self._extended = self._extended, []
-        for sequence in sorted(extended, key=lambda each: each.slot, reverse=True):
+        for sequence in sorted(extended, key=_slot_of, reverse=True):
             for member in list(sequence.members) if sequence.sampled else []:
                 finish = self._finish_of(sequence, member)
                 if finish is not None:
@@ -425,6 +430,11 @@ class SlotEngine:
         self._ids.remove(member.request.id)
         sequence.members.remove(member)
         if not sequence.members:
-            if sequence in self._prefilling:
+            self._sampling.pop(sequence, None)
+            if sequence.prompt_hidden is None:
                 self._prefilling.remove(sequence)
             self._slots.retire(sequence, cache_prefix=sequence.version == self.version)
+
+
+def _slot_of(sequence: SharedSequence) -> int:
+    return sequence.slot
