@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from roll.engine.paged.engine import PagedEngine
 from roll.engine.slot_engine import SlotEngine
+
+if TYPE_CHECKING:
+    from roll.engine.paged.engine import PagedEngine
 
 
 def make_engine(
@@ -24,6 +28,8 @@ def make_engine(
     memory allows. With `records_routes`, completions contain the experts that each token was routed to, if the model has
     experts."""
     if next(model.parameters()).is_cuda and not exact:
+        from roll.engine.paged.engine import PagedEngine  # a CPU does not need it
+
         return PagedEngine(
             model,
             tokenizer,

@@ -29,7 +29,6 @@ from roll.config.errors import UserError
 from roll.model.find import shards_of
 from roll.model.lora import without_adapters
 from roll.model.shard_box import Box, local_box
-from roll.model.shard_folder import ShardedWeights
 
 _INDEX, _FILE = "model.safetensors.index.json", "model.safetensors"
 
@@ -130,6 +129,8 @@ def _read_files(model: PreTrainedModel, files: SafeFolder, targets: dict[str, Te
 
 def _read_shards(folder: Path, shards: Path, targets: dict[str, Tensor]) -> set[str]:
     """Reads the shards that a sharded trainer's ranks wrote, under the names that tensors have in memory."""
+    from roll.model.shard_folder import ShardedWeights  # imports torch.distributed.checkpoint, which takes long
+
     weights = ShardedWeights(folder, shards)
     read = [name for name in targets if name in weights]
     for name in read:

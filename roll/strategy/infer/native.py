@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -16,12 +17,14 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from roll.config.errors import RunError
 from roll.engine.factory import make_engine
-from roll.engine.paged.engine import PagedEngine
 from roll.engine.request import Completion, Progress, Request
 from roll.engine.slot_engine import EngineStats, SlotEngine
 from roll.strategy.offload import Residency, TensorOffloader
 from roll.weight_sync.stream import WeightManifest
 from roll.weight_sync.weights import Weights, check_probe, check_shared, named_tensors
+
+if TYPE_CHECKING:
+    from roll.engine.paged.engine import PagedEngine
 
 _PAUSE_S = 0.05
 """How often a paused engine checks for aborted requests."""

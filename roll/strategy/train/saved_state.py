@@ -7,7 +7,6 @@ from pathlib import Path
 
 from roll.config.errors import RunError
 from roll.model.find import SHARDS
-from roll.model.shard_folder import ShardFolder
 from roll.model.shard_loading import SafeFolder, Tensors
 from roll.strategy.train.optimizer import MasterAdamW
 
@@ -20,6 +19,8 @@ def open_state(folder: Path) -> Tensors:
     if (folder / OPTIMIZER_FILE).is_file():
         return SafeFolder(folder, OPTIMIZER_FILE)
     if (folder / SHARDS).is_dir():
+        from roll.model.shard_folder import ShardFolder  # imports torch.distributed.checkpoint, which takes long
+
         return ShardFolder(folder / SHARDS)
     raise RunError(f"the checkpoint in {folder} has neither {OPTIMIZER_FILE} nor {SHARDS}/: it holds no trainer's state")
 
