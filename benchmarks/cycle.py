@@ -3,7 +3,7 @@
 What a researcher waits for after saving a file: starting Python, importing, loading the model, starting the workers and
 graders, the evaluation before the first step, one step. Beside it the floor: a Python process that only imports torch and
 what `transformers` needs for a causal model. CPU seconds are those of all processes of the run; where cores are shared,
-they say more than wall seconds. `evaluation` is a part of `cycle`.
+they say more than wall seconds. Each figure is the least of the repeats; `evaluation` is a part of `cycle`.
 
 `--peer FOLDER` measures another source tree of ROLL in the same run, by turns. With `--steps N` the runs end after N
 steps; a setting such as `executor=ray` or `rollout.group_size=4` applies to all of them. `--keep-reward` leaves the
@@ -13,7 +13,6 @@ config's reward as it is.
 from __future__ import annotations
 
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -69,12 +68,12 @@ def main() -> None:
         for name, tree in trees.items():
             weight = None if args.keep_reward else i + 1
             cycles[name].append(cycle_seconds(tree, args.config, settings, args.steps, weight))
-    floor = median(floors)
+    floor = least(floors)
     result: dict[str, object] = {"config": args.config, "steps": args.steps, **figures("imports", floor)}
     for name, those in cycles.items():
-        whole = median([cycle.whole for cycle in those])
+        whole = least([cycle.whole for cycle in those])
         result |= figures(f"{name}cycle", whole)
-        result |= figures(f"{name}evaluation", median([cycle.evaluation for cycle in those]))
+        result |= figures(f"{name}evaluation", least([cycle.evaluation for cycle in those]))
         result |= figures(f"{name}over_imports", whole - floor)
     report(result, args.json)
 
@@ -83,8 +82,8 @@ def figures(name: str, seconds: Seconds) -> dict[str, float]:
     return {f"{name}_s": seconds.wall, f"{name}_cpu_s": seconds.cpu}
 
 
-def median(of: list[Seconds]) -> Seconds:
-    return Seconds(statistics.median(each.wall for each in of), statistics.median(each.cpu for each in of))
+def least(of: list[Seconds]) -> Seconds:
+    return Seconds(min(each.wall for each in of), min(each.cpu for each in of))
 
 
 def cycle_seconds(tree: Path, config: str, settings: list[str], steps: int, weight: int | None) -> Cycle:

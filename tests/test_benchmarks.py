@@ -20,7 +20,7 @@ SMALL = {
     "algorithms.py": ("--only grpo", "grpo_reward"),
     "calls.py": ("--callers 8 --rounds 2 --repeats 1", "crowded_of_single"),
     "conversations.py": (TALK, "native_ms_a_turn"),
-    "cycle.py": ("--repeats 1", "over_imports"),
+    "cycle.py": ("--repeats 1", "cycle_cpu_s"),
     "engine.py": (ENGINE, "native_over_generate"),
     "examples.py": ("tiny --steps 1", "peak_gib"),
     "faults.py": ("--plans 3", "seconds"),
