@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
+from hypothesis_examples import ALL
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -141,7 +142,7 @@ class Kind:
 
 FEWER = 1000 if DEVICE == "cuda" else 200
 KINDS = {
-    "native": Kind(native, native_receiving, same_noise=True, dies=False),
+    "native": Kind(native, native_receiving, same_noise=True, dies=False, many=1000 if ALL else FEWER),
     "exact": Kind(exact, exact_receiving, same_noise=True, dies=False, many=40),
     "paged": Kind(paged, paged_receiving, same_noise=True, dies=False, many=FEWER),
     "vllm": Kind(vllm),
