@@ -122,12 +122,13 @@ def measure(name: str, folder: Path, threads: int, steps: int | None) -> Row:
     process = subprocess.Popen([*command, "--plain", "--restart"], cwd=folder, stdout=subprocess.PIPE, text=True)
     meter = Meter(process.pid)
     meter.start()
-    evaluation, after_step = [0.0, 0.0], []  # CPU seconds when these lines were printed
+    evaluation, after_step = [0.0, 0.0], []  # CPU seconds when these lines were printed; the first step begins after them
     assert process.stdout is not None
     for line in process.stdout:
         print(f"{name}: {line}", end="", file=sys.stderr, flush=True)
         if line.startswith("step 0:"):
             evaluation[1] = meter.look()
+            after_step.append(evaluation[1])
         elif line.startswith("step ") and "/" in line.split()[1]:
             after_step.append(meter.look())
         elif line.startswith("evaluating") and not after_step:
@@ -139,7 +140,8 @@ def measure(name: str, folder: Path, threads: int, steps: int | None) -> Row:
     planned, trained = config.train.steps if shorter else summary["steps"], summary["steps"]
     missing_s = 0.0
     if shorter:
-        missing_s += (planned - trained) * (after_step[-1] - after_step[0]) / max(len(after_step) - 1, 1)
+        warm = after_step[1:] if len(after_step) > 2 else after_step  # the first step takes longer, if there are others
+        missing_s += (planned - trained) * (warm[-1] - warm[0]) / max(len(warm) - 1, 1)
         missing_s += (config.eval.every and (planned - 1) // config.eval.every) * (evaluation[1] - evaluation[0])
     return Row(
         name,

@@ -118,6 +118,7 @@ def test_a_rank_stopped_in_a_collective_is_named_by_its_supervisor() -> None:
     with_group(use)
 
 
+@pytest.mark.thorough
 def test_a_stopped_rank_is_named_when_its_peer_has_waited_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("roll.cluster.cluster._PING_S", 1.0)
 

@@ -137,6 +137,7 @@ def closed(notes: Path) -> list[str]:
 # start
 
 
+@pytest.mark.thorough
 def test_more_workers_than_cores_start_and_leave_nothing(notes: Path) -> None:
     async def use(executor: RayExecutor) -> None:
         before = free_cores()
@@ -271,6 +272,7 @@ def test_each_worker_writes_what_it_prints_to_a_file_of_its_own(notes: Path) -> 
 # close
 
 
+@pytest.mark.thorough
 def test_workers_close_youngest_first_also_when_one_fails_or_hangs(notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CLOSE_S", 0.5)
 

@@ -40,7 +40,7 @@ from roll.config.schema import RayConfig
 from roll.data import Batch
 from roll.data.remote_columns import ColumnBlock, TokenColumn
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.thorough]
 
 T = TypeVar("T")
 

@@ -32,7 +32,7 @@ FOLDER = EXAMPLES / "algorithms"
 OF_EPISODES = ("starpo", "gigpo")
 OF_OTHERS_PIECES = ("dapo", "dr_grpo", "reinforce_pp_baseline", "lite_ppo", "starpo")
 """Made of pieces that the others have as well: those are enough for every edit."""
-QUICK_ONES = ("ppo", "gigpo")
+QUICK_ONES = ("gigpo",)
 BEHIND_DOORS = (
     f"tasks.options={{name: '{HERE / 'doors.py'}:Doors', count: 8, held_out: 4}}",
     "rollout.group_size=8",

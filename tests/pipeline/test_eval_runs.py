@@ -152,6 +152,7 @@ def test_supervised_fine_tuning_prints_json_too(made: Path, capfd: pytest.Captur
     assert told["step"] is None
 
 
+@pytest.mark.thorough
 def test_after_an_interrupt_nothing_is_told_as_measured_that_was_not(tmp_path: Path) -> None:
     path = tmp_path / "run"
     overrides = [*SMALL, f"run={path}", "train.steps=1000000"]

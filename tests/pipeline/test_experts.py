@@ -94,6 +94,7 @@ def test_what_a_run_with_a_window_saw_is_what_is_labelled(tmp_path: Path) -> Non
         assert chat.messages[-1]["content"] == chat.messages[-2]["content"]
 
 
+@pytest.mark.thorough
 def test_runs_with_domains_are_labelled_where_they_have_environments(tmp_path: Path) -> None:
     settings = {key: value for key, value in PLAY.items() if key != "tasks"}
     domains = {"games": {"tasks": PLAY["tasks"]}, "plain": {"tasks": "echo", "reward": "number"}}

@@ -52,6 +52,7 @@ def test_the_bits_do_not_depend_on_what_else_runs(run_small: Callable[..., Remai
     assert run.weights() == undisturbed.weights()
 
 
+@pytest.mark.thorough
 def test_another_seed_gives_another_run(run_small: Callable[..., Remains], undisturbed: Remains) -> None:
     run = run_small("seed=1", "train.steps=1", base=EXACT)
     assert run.samples()[1] != undisturbed.samples()[1]

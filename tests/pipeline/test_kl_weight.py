@@ -48,11 +48,13 @@ def test_without_a_penalty_there_is_no_weight(tmp_path: Path) -> None:
     assert not [key for step in trained(tmp_path, "train.steps=1") for key in step if key.startswith("train/kl")]
 
 
+@pytest.mark.thorough
 def test_the_models_learning_rate_rises_from_its_own_first_step(tmp_path: Path) -> None:
     settings = ("algorithm=ppo", "algorithm.critic_warmup_steps=1", "train.warmup_steps=2", "train.lr=0.01")
     assert [step["train/lr"] for step in trained(tmp_path, *settings)] == [0, 0.005, 0.01]
 
 
+@pytest.mark.thorough
 def test_a_run_is_not_resumed_against_another_reference(tmp_path: Path) -> None:
     """A run's folder stands for its newest checkpoint, which is another one when it has trained on."""
     first = [*SMALL, f"run={tmp_path / 'first'}", "train.steps=1"]

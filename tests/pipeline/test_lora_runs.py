@@ -107,6 +107,7 @@ def test_a_plan_has_no_reference(capfd: pytest.CaptureFixture[str]) -> None:
     assert "the actor without its adapters is the reference" in capfd.readouterr().err
 
 
+@pytest.mark.thorough
 def test_supervised_fine_tuning(tmp_path: Path) -> None:
     sft = {"pipeline": "sft", "model": {"path": "tiny", "lora": 8}, "data": "echo", "train": {"steps": 12, "lr": 2e-2}}
     train(load_config({**sft, "run": str(tmp_path / "run"), "threads": 1}), reporter=SilentReporter())

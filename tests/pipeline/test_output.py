@@ -89,6 +89,7 @@ def test_commands_end_quietly_when_nobody_reads_their_output(tmp_path: Path, com
     assert _status(["-m", "roll.cli", *command], NOWHERE[how], tmp_path) == (0, "")
 
 
+@pytest.mark.thorough
 def test_a_refusal_keeps_its_exit_status(tmp_path: Path) -> None:
     for how in NOWHERE.values():
         status, _ = _status(["-m", "roll.cli", "train", TINY, "train.lrr=1"], how, tmp_path)

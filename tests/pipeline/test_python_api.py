@@ -51,6 +51,7 @@ def test_a_task_source_of_ones_own_as_a_function(run_small: Callable[..., Remain
     assert len(questions) > 1
 
 
+@pytest.mark.thorough
 def test_a_task_source_of_ones_own_in_a_file(tmp_path: Path, run_small: Callable[..., Remains]) -> None:
     (tmp_path / "sources.py").write_text(SOURCE)
     source = f"tasks={tmp_path / 'sources.py'}:vowels"
@@ -64,6 +65,7 @@ def test_tasks_in_a_jsonl_file(tmp_path: Path, run_small: Callable[..., Remains]
     assert {row["answer"] for step in run.samples().values() for row in step} <= {0, 1, 2}
 
 
+@pytest.mark.thorough
 def test_a_run_without_held_out_tasks_is_not_evaluated(run_small: Callable[..., Remains]) -> None:
     run = run_small("run.curve=true", tasks=lambda split: vowels(split) if split == "train" else ())
     summary = run.folder.read_summary()

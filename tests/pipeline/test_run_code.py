@@ -290,6 +290,7 @@ def test_a_moved_project_is_the_same_project(tmp_path: Path, capfd: pytest.Captu
     assert "using the code the run was trained with" in capfd.readouterr().out
 
 
+@pytest.mark.thorough
 def test_files_of_the_same_name_and_code_outside_the_folder_of_the_config(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -367,6 +368,7 @@ def test_tasks_given_in_python_are_kept(tmp_path: Path, capfd: pytest.CaptureFix
     assert "tasks test_tasks_given_in_python_are_kept.<locals>.tasks" in " ".join(err.split())
 
 
+@pytest.mark.thorough
 def test_tasks_that_cannot_be_kept_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = make_project(tmp_path / "project", run=str(tmp_path / "run"))
     open_file = (tmp_path / "elsewhere" / "x").open("w")

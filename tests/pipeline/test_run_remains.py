@@ -196,6 +196,7 @@ def test_resuming_a_finished_run_changes_nothing(run_small: Callable[..., Remain
     assert (run.weights(), run.metrics(), run.lineage(), run.samples()) == before
 
 
+@pytest.mark.thorough
 def test_a_run_with_nothing_left_to_learn_ends_early_and_resumes_to_the_same_end(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,6 +228,7 @@ def test_a_run_deletes_what_it_is_told_not_to_keep(run_small: Callable[..., Rema
     assert run.checkpoint.step == 6
 
 
+@pytest.mark.thorough
 def test_a_trace_goes_on_in_the_next_file(run_small: Callable[..., Remains], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("roll.pipeline.recorder._trace_bytes", lambda config: 8192)
     run = run_small("train.steps=4", "run.keep.trace_mb=1")

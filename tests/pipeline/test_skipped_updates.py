@@ -60,6 +60,7 @@ def test_samples_end_as_the_update_they_were_in(run_small: Callable[..., Remains
     assert set(ends.values()) == {("trained", ""), ("dropped", NOT_FINITE), ("dropped", LEFT_OUT)}, "some of each"
 
 
+@pytest.mark.thorough
 def test_while_only_the_critic_learns_its_update_counts_and_then_the_policys(
     run_small: Callable[..., Remains], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,6 +137,7 @@ WIDE = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 2048, "num_h
 FUSED = {"vocab_size": 512, "hidden_size": 512, "num_hidden_layers": 12, "num_experts": 6, "moe_intermediate_size": 1024}
 
 
+@pytest.mark.thorough
 @needs_account
 def test_a_rank_never_holds_the_whole_model(tmp_path: Path) -> None:
     """Nor more than its share of six experts that four ranks cannot divide, which are cut inside."""

@@ -112,6 +112,7 @@ def test_of_one_short_sample_too(layout: Layout) -> None:
     check(ranks, Job(batch, spec_of("clipped", "token_mean"), kinds[0]))
 
 
+@pytest.mark.thorough
 def test_routers_are_balanced_alike_and_replay_what_the_sampler_chose(layout: Layout) -> None:
     """In fp64, which is compared more closely. The products of experts are those of the tests above, in fp32 too."""
     ranks, kinds = layout

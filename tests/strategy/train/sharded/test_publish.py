@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis_examples import examples
+from hypothesis_examples import ALL, examples
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
@@ -165,7 +165,7 @@ def test_two_ranks_publish_the_bytes_of_one_process(two: Ranks, wanted: Model, b
     assert_published(two, wanted, bucket_bytes)
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=8 if ALL else 3)
 @given(wanted=models(), bucket_bytes=BUCKETS)
 def test_two_replicas_of_two_ranks_publish_the_bytes_of_one_process(
     replicas: Ranks, wanted: Model, bucket_bytes: int
@@ -291,6 +291,7 @@ def room_of_publishing(group: RankGroup, wanted: Model, bucket_bytes: int, block
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("adapters", but([4], [0, 4]))
 def test_publishing_takes_the_room_of_a_bucket_and_of_a_block(two: Ranks, adapters: int) -> None:
     """The first rank adds in the slots that engines read. A block is read in fp32, merged and cast; the adapters of one

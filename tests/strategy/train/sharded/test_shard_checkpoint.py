@@ -193,6 +193,7 @@ def test_what_one_process_saved_is_loaded_by_ranks(
     assert differing(loaded, bits(strategy._optimizer)) == []
 
 
+@pytest.mark.thorough
 def test_one_replica_writes_and_each_rank_hashes_its_own_files(replicas: Ranks, three: Ranks, tmp_path: Path) -> None:
     results = replicas.run(saves, tmp_path, "experts", {})
     before = results[0][0]
