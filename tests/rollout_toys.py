@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import numpy as np
 from hypothesis import Phase, settings
+from hypothesis_examples import examples
 
 from roll.cluster import Cluster, LocalExecutor, Worker, WorkerPlacement
 from roll.cluster.errors import WorkerDied
@@ -114,9 +115,12 @@ async def until(holds: Callable[[], Any], within_s: float = 60.0) -> None:
             await asyncio.sleep(0.001)
 
 
-def timings(examples: int) -> settings:
-    """Settings of a test whose example is a seed: a smaller one is no simpler, so that none is looked for."""
-    return settings(max_examples=examples, derandomize=True, deadline=None, phases=(Phase.explicit, Phase.generate))
+def timings(count: int) -> settings:
+    """Settings of a test whose example is a seed: a smaller one is no simpler, so that none is looked for. `count` is
+    the number of examples where all tests run."""
+    return settings(
+        max_examples=examples(count), derandomize=True, deadline=None, phases=(Phase.explicit, Phase.generate)
+    )
 
 
 async def some_time(rng: random.Random) -> None:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 from processes import alive, eventually, gone, printed_pids, state
+from thorough import but
 
 from roll.cluster import Cluster, Dispatch, LocalExecutor, Worker, WorkerPlacement, dispatch
 from roll.cluster.errors import CallTimedOut, WorkerDied, WorkerError
@@ -296,7 +297,14 @@ def test_bytes_of_calls_and_results_are_counted() -> None:
 # errors
 
 
-@pytest.mark.parametrize("error", [UserError("write this instead"), RunError("cannot"), Declined("no")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(UserError("write this instead"), marks=pytest.mark.thorough),
+        pytest.param(RunError("cannot"), marks=pytest.mark.thorough),
+        Declined("no"),
+    ],
+)
 def test_errors_that_are_answers_pass_as_themselves(error: Exception) -> None:
     async def use(ranks: Cluster[Rank]) -> None:
         with pytest.raises(type(error), match=str(error)) as caught:
@@ -407,9 +415,9 @@ def test_a_stopped_worker_answers_no_ping_and_can_be_ended() -> None:
     ("method", "argument", "says"),
     [
         (Rank.die, int(signal.SIGKILL), "was killed by SIGKILL"),
-        (Rank.die, int(signal.SIGABRT), "was killed by SIGABRT"),
+        pytest.param(Rank.die, int(signal.SIGABRT), "was killed by SIGABRT", marks=pytest.mark.thorough),
         (Rank.leave, 3, "exited with status 3"),
-        (Rank.leave, 0, "exited with status 0"),
+        pytest.param(Rank.leave, 0, "exited with status 0", marks=pytest.mark.thorough),
     ],
 )
 def test_a_death_ends_all_calls_in_flight_and_later_ones(tmp_path: Path, method: Any, argument: int, says: str) -> None:
@@ -550,7 +558,7 @@ def test_a_worker_is_restarted_in_its_spare_or_where_that_is_lost_in_another_pro
 # signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", but({signal.SIGINT}, [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
 def test_signals_that_stop_a_run_are_left_to_the_controller(tmp_path: Path, number: signal.Signals) -> None:
     async def use(ranks: Cluster[Rank]) -> None:
         pid = await ranks.call(Rank.pid)
@@ -579,7 +587,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", but({signal.SIGKILL}, [signal.SIGKILL, signal.SIGTERM]))
 def test_ranks_die_with_the_controller_whatever_they_do(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "parent.py").write_text(PARENT)
     process, pids = printed_pids(tmp_path / "parent.py")

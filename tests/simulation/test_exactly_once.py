@@ -32,6 +32,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis_examples import ALL
 
 from roll.config.errors import RunError
 from roll.config.schema import RolloutConfig
@@ -527,7 +528,7 @@ def none(wrong: list[str]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-QUICK, AT_LENGTH = 40, 1600
+QUICK, AT_LENGTH = 40 if ALL else 15, 1600
 
 
 def check_machine(examples: int) -> None:
