@@ -147,7 +147,9 @@ KINDS = {
     "paged": Kind(paged, paged_receiving, same_noise=True, dies=False, many=FEWER),
     "vllm": Kind(vllm),
 }
-ENGINES = [pytest.param(name, marks=[pytest.mark.vllm] if name == "vllm" else []) for name in KINDS]
+MARKS = {"vllm": [pytest.mark.vllm], "exact": [pytest.mark.thorough]}
+"""`tests/engine` has what is the exact engine's own; the rest it shares with the native one."""
+ENGINES = [pytest.param(name, marks=MARKS.get(name, [])) for name in KINDS]
 
 
 @dataclass
