@@ -84,7 +84,8 @@ async def loss_of(cluster: Cluster[Reducer], pid: int, number: signal.Signals) -
     return caught.value
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.thorough), 1])
+@pytest.mark.thorough
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_killed_in_a_collective_is_named_and_new_ranks_meet(rank: int) -> None:
     async def use(cluster: Cluster[Reducer]) -> None:
         pids = await met(cluster, 60)
@@ -118,7 +119,6 @@ def test_a_rank_stopped_in_a_collective_is_named_by_its_supervisor() -> None:
     with_group(use)
 
 
-@pytest.mark.thorough
 def test_a_stopped_rank_is_named_when_its_peer_has_waited_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("roll.cluster.cluster._PING_S", 1.0)
 

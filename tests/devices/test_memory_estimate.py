@@ -208,6 +208,7 @@ def test_activations_are_what_autograd_keeps(dtype: torch.dtype, shape: str, bat
     assert expected == pytest.approx(kept, rel=0.05)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")
 @pytest.mark.parametrize("shape", ["grouped heads", "normed heads"])
 def test_a_compiled_layer_keeps_what_the_plan_says(shape: str) -> None:

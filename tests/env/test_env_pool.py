@@ -290,6 +290,7 @@ def test_an_episode_that_waits_too_long_is_told_which_slots_are_in_use() -> None
     with_pool(use, Deadlines(admission_s=0.2), limits={f"{WORLDS}:World": 1})
 
 
+@pytest.mark.thorough
 def test_thousands_may_wait_for_a_few_slots_and_the_limit_holds_all_the_while() -> None:
     most = 0
 
@@ -943,6 +944,7 @@ def hold_many(count: int) -> None:
     with_pool(use, Deadlines(step_s=20), workers=2, per_process=count // 2)
 
 
+@pytest.mark.thorough
 def test_many_episodes_are_open_at_once() -> None:
     hold_many(1000)
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -50,6 +51,7 @@ def shards_of_one_rank(folder: Path, config: LlamaConfig) -> dict[str, torch.Ten
     return weights
 
 
+@pytest.mark.thorough
 def test_a_model_is_exported_tensor_by_tensor(tmp_path: Path) -> None:
     small = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
     shards_of_one_rank(tmp_path / "few", small)

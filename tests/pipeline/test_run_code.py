@@ -384,6 +384,7 @@ def test_tasks_that_cannot_be_kept_are_named(tmp_path: Path, capfd: pytest.Captu
     train(config, "train.steps=2", tasks=tasks, resume=True)
 
 
+@pytest.mark.thorough
 def test_losses_filters_and_environments_are_code_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     project = tmp_path / "project"
     project.mkdir()

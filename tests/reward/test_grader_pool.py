@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import ALL
 from processes import alive, gone, printed_pids
 
 from roll.config.errors import RunError, UserError
@@ -191,7 +192,7 @@ def test_closures_and_answers_of_any_type_travel() -> None:
 ENDS = {"give": "scored", "raise": "raised", "nan": "invalid", "os._exit": "crashed", "sleep": "deadline"}
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4 if ALL else 2, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(st.sampled_from(["give", "give", "give", "raise", "nan", "os._exit", "sleep"]), min_size=4, max_size=12),
     st.integers(1, 2),

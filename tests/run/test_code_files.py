@@ -132,7 +132,7 @@ def digests(folder: Path, stdin: bool = False, **changes: object) -> list[str]:
     return done.stdout.split()
 
 
-@pytest.mark.parametrize("stdin", [False, True])
+@pytest.mark.parametrize("stdin", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_digest_is_the_same_in_every_process_and_another_for_other_code(tmp_path: Path, stdin: bool) -> None:
     """The rows of digests: a function, an object, a lambda, a closure, a partial, a method."""
     usual = digests(tmp_path, stdin)

@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import pytest
 from classifiers import save_liking
-from thorough import but
 
 from roll import load_config
 from roll.cluster import Cluster, LocalExecutor, WorkerPlacement
@@ -68,7 +67,8 @@ async def failure(cluster: Cluster[OneFails]) -> BaseException | None:
     return None
 
 
-@pytest.mark.parametrize("worker", but({OneFails}, [OneFails, FollowerFails]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("worker", [OneFails, FollowerFails])
 def test_a_rank_that_fails_alone_takes_its_group_with_it(worker: type[OneFails], tmp_path: Path) -> None:
     first, second = asyncio.run(asyncio.wait_for(asked(save_liking(tmp_path, "7"), worker), DEADLINE_S / 2))
     assert isinstance(first, WorkerError if worker is OneFails else WorkerDied | WorkerError)

@@ -581,6 +581,7 @@ def test_one_compiled_graph_serves_all_layers_and_sizes(checkpointing: str) -> N
     assert graphs(6, 4, 5, 7, 3) == one
 
 
+@pytest.mark.thorough
 def test_padded_attention_is_no_reason_to_compile_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()

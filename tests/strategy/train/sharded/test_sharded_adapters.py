@@ -231,7 +231,7 @@ def _seen(trainer: ShardedStrategy) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", but([BF16], [FP32, BF16]))
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("kind", but({"qwen3_moe"}, ["llama", "qwen3_moe"]))
 def test_they_are_published_saved_and_resumed_as_in_one_process(
     two: Ranks, folders: Callable[[str], Path], tmp_path: Path, kind: str, dtype: torch.dtype
 ) -> None:
