@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from roll.cluster.cluster import PendingCall
+from roll.cluster.pending_calls import PendingCall
 from roll.cluster.supervisor import Supervisor
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.roles import TrainRoles

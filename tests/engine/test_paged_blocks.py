@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from hypothesis_examples import examples
@@ -27,6 +29,26 @@ def test_equal_beginnings_have_equal_keys_under_one_version_only() -> None:
     changed = keys_of(tokens(9, *range(1, 11)), SIZE, 3)
     assert not set(changed) & set(a), "a key stands for all tokens before its block too"
     assert keys_of(tokens(*range(12)), SIZE, 3, a) == keys_of(tokens(*range(12)), SIZE, 3)
+
+
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
+@given(
+    values=st.lists(st.integers(0, (1 << 31) - 1), max_size=4 * SIZE + 3),
+    known=st.integers(0, 4),
+    version=st.integers(-1, 1 << 40),
+)
+def test_keys_that_continue_known_ones_are_those_computed_from_the_start(
+    values: list[int], known: int, version: int
+) -> None:
+    whole = keys_of(tokens(*values), SIZE, version)
+    assert len(whole) == len(values) // SIZE
+    assert keys_of(tokens(*values), SIZE, version, whole[:known]) == whole
+    plain, parent = [], version.to_bytes(8, "little", signed=True)
+    for start in range(0, len(values) - SIZE + 1, SIZE):
+        block = np.array(values[start : start + SIZE], np.int64)
+        parent = hashlib.blake2b(parent + block.tobytes(), digest_size=16).digest()
+        plain.append(parent)
+    assert whole == plain
 
 
 def test_what_was_used_last_is_given_away_last_and_beginnings_outlive_what_follows() -> None:

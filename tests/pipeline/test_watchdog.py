@@ -6,7 +6,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from roll.cluster.cluster import PendingCall
+from roll.cluster.pending_calls import PendingCall
 from roll.cluster.supervisor import WorkerStatus
 from roll.ledger.log import Transition
 from roll.pipeline.watchdog import Watchdog
