@@ -59,15 +59,16 @@ def main() -> None:
     options.add_argument("--peer", type=Path, help="another source tree of ROLL")
     options.add_argument("--keep-reward", action="store_true", help="the config's reward, not an edited one")
     args = options.parse_args()
-    trees = {"": HERE, **({"peer_": args.peer} if args.peer else {})}
+    trees = {"": HERE, **({"peer_": args.peer.resolve()} if args.peer else {})}
     cycles: dict[str, list[Cycle]] = {name: [] for name in trees}
     floors: list[Seconds] = []
+    config = str(Path(args.config).resolve())
     settings = [f"threads={args.threads}", "eval.every=0", "rollout.filter=none", *args.settings]
     for i in range(args.repeats):
         floors.append(import_seconds())
         for name, tree in trees.items():
             weight = None if args.keep_reward else i + 1
-            cycles[name].append(cycle_seconds(tree, args.config, settings, args.steps, weight))
+            cycles[name].append(cycle_seconds(tree, config, settings, args.steps, weight))
     floor = least(floors)
     result: dict[str, object] = {"config": args.config, "steps": args.steps, **figures("imports", floor)}
     for name, those in cycles.items():
@@ -100,6 +101,7 @@ def cycle_seconds(tree: Path, config: str, settings: list[str], steps: int, weig
             [*command, "--plain", "--restart"],
             stdout=subprocess.PIPE,
             text=True,
+            cwd=tree,  # `-m` imports from there first
             env={**os.environ, "PYTHONPATH": str(tree), MARK: mark},
         )
 
