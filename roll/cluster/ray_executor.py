@@ -80,6 +80,8 @@ class RayExecutor:
         self._watch: NodeWatch | None = None
         self._connected_here = False
         self._connecting: Future[None] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        """The thread that started Ray. The kernel ends Ray's processes with it, so it lives as long as the connection."""
 
     @property
     def deadline_s(self) -> float:
@@ -96,9 +98,8 @@ class RayExecutor:
     def start_connecting(self) -> None:
         """Begins to join or start Ray in a thread, unless this process is connected already."""
         if not ray.is_initialized():
-            thread = ThreadPoolExecutor(1, "ray")
-            self._connecting = thread.submit(connect, self._config, self._root)
-            thread.shutdown(wait=False)
+            self._thread = ThreadPoolExecutor(1, "ray")
+            self._connecting = self._thread.submit(connect, self._config, self._root)
 
     def connect(self) -> None:
         """Joins or starts Ray, unless this process is connected already."""
@@ -310,6 +311,9 @@ class RayExecutor:
         if self._connected_here:
             self._connected_here = False
             ray.shutdown()
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+            self._thread = None
 
     def _log_of(self, placement: WorkerPlacement) -> Path | None:
         return None if self._log_dir is None else self._log_dir / f"{placement.role}-{placement.rank}.log"

@@ -23,17 +23,18 @@ class ToyRay:
 
     go: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
-    starts: list[str] = field(default_factory=list)
+    starts: list[threading.Thread] = field(default_factory=list)
     is_running: bool = False
 
     def connect(self, config: RayConfig, root: str = "") -> None:
-        self.starts.append(threading.current_thread().name)
+        self.starts.append(threading.current_thread())
         assert self.go.wait(DEADLINE_S)
         if self.error is not None:
             raise self.error
         self.is_running = True
 
     def shutdown(self) -> None:
+        assert self.starts[-1].is_alive(), "Ray's processes end with the thread that started them"
         self.is_running = False
 
 
@@ -56,16 +57,18 @@ def test_ray_starts_once_while_the_caller_goes_on(toy: ToyRay) -> None:
     executor.connect()
     assert toy.is_running
     assert len(toy.starts) == 1
-    assert toy.starts != [threading.current_thread().name]
+    assert toy.starts != [threading.current_thread()]
     executor.disconnect()
     assert not toy.is_running
+    toy.starts[0].join(DEADLINE_S)
+    assert not toy.starts[0].is_alive()
 
 
 def test_without_an_early_start_ray_starts_where_it_is_needed(toy: ToyRay) -> None:
     toy.go.set()
     executor = RayExecutor(RayConfig())
     executor.connect()
-    assert toy.starts == [threading.current_thread().name]
+    assert toy.starts == [threading.current_thread()]
     executor.disconnect()
     assert not toy.is_running
 
