@@ -239,7 +239,8 @@ def test_activation_checkpointing_and_unshared_prefixes_change_no_gradient(two: 
         check(two, Job(batch, spec, extra_rows=5, settings=setting))
 
 
-@settings(several, max_examples=3 if ALL else 2)
+@pytest.mark.thorough
+@settings(several, max_examples=3)
 @given(
     spec=losses(),
     shape=st.builds(replace, MOSTLY_TRAINED, proximal=st.just(False)),

@@ -203,6 +203,7 @@ def same(one: State, other: State) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.thorough
 def test_what_it_saves_is_loaded_everywhere_and_what_it_publishes_is_what_it_has(layout: Layout, tmp_path: Path) -> None:
     ranks, kinds = layout
     settings: dict[str, Any] = {"lr": 1e-2, "schedule": "constant"}
