@@ -8,7 +8,7 @@ from roll.data.task import Response, Task
 from roll.data.tokenlog import TokenLog
 
 
-@dataclass
+@dataclass(slots=True)
 class Sample:
     """One attempt. Its id never changes: the randomness of its tokens depends only on the id and the seed."""
 
@@ -60,7 +60,7 @@ class Sample:
     """When it entered its state, in seconds since the epoch."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Group:
     """The samples of one task that are compared with each other, issued together under one index."""
 

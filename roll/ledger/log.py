@@ -53,7 +53,9 @@ HEADER_BYTES = 9
 BUFFER_BYTES = 2**20
 """A larger buffer is written to the file, though not yet synced to disk."""
 _BLOCK_BYTES = 2**20
-_SAMPLE_AT = HEADER_BYTES + len('{"sample":"')
+_BEGIN = b'{"sample":'
+_CRC_OF_BEGIN = crc32(_BEGIN)
+_SAMPLE_AT = HEADER_BYTES + len(_BEGIN) + 1
 _TO_STATE = b'","state":"'
 _ROLLED_BACK_STATE = f'{ROLLED_BACK}"'.encode()
 _LOST = b'{"lost":'
@@ -77,24 +79,56 @@ class Transition:
 
     def encode(self) -> bytes:
         """The transition as a record of the ledger: JSON in ASCII, with null for numbers that JSON cannot express."""
-        fields: dict[str, Any] = {"sample": self.sample, "state": self.state}
-        if self.reason:
-            fields["reason"] = self.reason
-        fields["time_s"] = self.time_s
-        if self.info:
-            fields["info"] = self.info
-        try:
-            payload = orjson.dumps(fields, option=_PLAIN_ONLY)
-        except TypeError:  # values that only `to_json` can write
-            payload = b""
-        if not payload or not payload.isascii():
-            payload = to_json(fields).encode("ascii")
-        return b"%08x %b\n" % (crc32(payload), payload)
+        return RecordEncoder().encode(self)
 
     @classmethod
     def decode(cls, record: bytes) -> Transition:
         """The transition of a complete record."""
         return cls(**json.loads(record[HEADER_BYTES:]))
+
+
+class RecordEncoder:
+    """Encodes transitions one by one. Transitions in a row that have the same time and info (the same objects), as those
+    of samples that move together have, share the encoding of these."""
+
+    def __init__(self) -> None:
+        self._last: Transition | None = None
+        self._shared = b""
+        """The last record's JSON after its sample."""
+
+    def encode(self, transition: Transition) -> bytes:
+        last = self._last
+        if (
+            last is None
+            or transition.info is not last.info
+            or transition.time_s is not last.time_s
+            or transition.state != last.state
+            or transition.reason != last.reason
+        ):
+            self._shared = _shared_json(transition)
+            self._last = transition
+        name, shared = _ascii_json(transition.sample), self._shared
+        return b"%08x %b%b%b\n" % (crc32(shared, crc32(name, _CRC_OF_BEGIN)), _BEGIN, name, shared)
+
+
+def _shared_json(transition: Transition) -> bytes:
+    """A record's JSON after its sample."""
+    fields: dict[str, Any] = {"state": transition.state}
+    if transition.reason:
+        fields["reason"] = transition.reason
+    fields["time_s"] = transition.time_s
+    if transition.info:
+        fields["info"] = transition.info
+    return b"," + _ascii_json(fields)[1:]
+
+
+def _ascii_json(value: Any) -> bytes:
+    """Compact JSON in ASCII."""
+    try:
+        found = orjson.dumps(value, None, _PLAIN_ONLY)
+    except TypeError:  # values that only `to_json` can write
+        return to_json(value).encode("ascii")
+    return found if found.isascii() else to_json(value).encode("ascii")
 
 
 def gap(size: int) -> bytes:
@@ -119,7 +153,10 @@ class Ledger:
         self._descriptor = descriptor
         self._flushed = size
         self._written = size
-        self._buffer = bytearray()
+        self._buffer: list[bytes] = []
+        self._buffered = 0
+        """Bytes in the buffer."""
+        self._encoder = RecordEncoder()
         self._broken = ""
 
     @classmethod
@@ -144,24 +181,25 @@ class Ledger:
     @property
     def position(self) -> int:
         """Bytes of all records, flushed and buffered: where the next record will begin."""
-        return self._written + len(self._buffer)
+        return self._written + self._buffered
 
     def append(self, transition: Transition) -> None:
         """Adds a transition; it is on disk after the next flush. If this raises, it was not added."""
         assert transition.state != ROLLED_BACK, "only roll_back writes rolled_back records"
-        self._add(transition.encode())
+        self._add(self._encoder.encode(transition))
 
     def append_many(self, transitions: Iterable[Transition]) -> None:
         """Adds transitions in their order, as `append` does; if this raises, none was added."""
         batch = list(transitions)
         assert all(transition.state != ROLLED_BACK for transition in batch), "only roll_back writes rolled_back records"
-        self._add(b"".join([transition.encode() for transition in batch]))
+        self._add(b"".join(map(self._encoder.encode, batch)))
 
     def flush(self) -> None:
         """Writes the buffer and waits until it is on disk."""
         if self.position == self._flushed:
             return
-        begin, content = self._written, bytes(self._buffer)
+        begin, content = self._written, b"".join(self._buffer)
+        self._buffer = [content]
         self._write()
         try:
             os.fsync(self._descriptor)
@@ -169,7 +207,8 @@ class Ledger:
             if begin > self._flushed:
                 self._broken = "earlier records may be lost, resume the run"
             self._truncate(begin)
-            self._buffer[:0] = content
+            self._buffer.insert(0, content)
+            self._buffered += len(content)
             raise RunError(f"cannot write to {self.path}: {error.strerror}") from error
         self._flushed = self._written
 
@@ -219,23 +258,25 @@ class Ledger:
         self.close()
 
     def _add(self, records: bytes) -> None:
-        if len(self._buffer) + len(records) > BUFFER_BYTES:
+        if self._buffered + len(records) > BUFFER_BYTES:
             self._write()
-        self._buffer += records
+        self._buffer.append(records)
+        self._buffered += len(records)
 
     def _write(self) -> None:
         """Writes the whole buffer to the file (without sync), or none of it."""
         if self._broken:
             raise RunError(f"cannot write to {self.path}: {self._broken}")
-        rest = memoryview(bytes(self._buffer))
+        rest = memoryview(b"".join(self._buffer))
         try:
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
         except OSError as error:
             self._truncate(self._written)
             raise RunError(f"cannot write to {self.path}: {error.strerror}") from error
-        self._written += len(self._buffer)
+        self._written += self._buffered
         self._buffer.clear()
+        self._buffered = 0
 
     def _truncate(self, size: int) -> None:
         """Truncates the file to `size` after a failed write, so that writing again does not duplicate records."""

@@ -8,7 +8,7 @@ Invariants: a transition that is not in the table is a bug and raises; the ledge
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from roll.data.sample import Sample
@@ -46,7 +46,7 @@ class Lifecycle:
     def __init__(self, ledger: TransitionSink | None, clock: Callable[[], float] = time.time) -> None:
         """Without a ledger, transitions are checked and timed but not recorded: evaluation samples are not part of the
         ledger. `clock` gives seconds since the epoch, so that times of several machines can be compared."""
-        self._ledger = ledger
+        self._record = None if ledger is None else ledger.append
         self._clock = clock
 
     def move(self, sample: Sample, state: State, reason: str = "", time_s: float | None = None, **info: Any) -> None:
@@ -54,20 +54,26 @@ class Lifecycle:
         now = self._clock() if time_s is None else time_s
         self.apply(sample, Transition(sample.id, state, reason, now, info))
 
+    def move_all(self, samples: Iterable[Sample], state: State, reason: str = "", **info: Any) -> None:
+        """Moves samples together, in their order: at one time, for one reason, with the same info."""
+        now_s = self._clock()
+        for sample in samples:
+            self.apply(sample, Transition(sample.id, state, reason, now_s, info))
+
     def apply(self, sample: Sample, transition: Transition) -> None:
         """Moves a sample by a transition that happened elsewhere."""
-        state, now_s = transition.state, transition.time_s
-        if state not in MOVES[sample.state]:
-            raise AssertionError(f"sample {sample.id} cannot go from {sample.state} to {state}")
-        if sample.state != "new":
-            spent = max(now_s - sample.entered_s, 0.0)
-            sample.seconds[sample.state] = sample.seconds.get(sample.state, 0.0) + spent
+        state, now_s, before = transition.state, transition.time_s, sample.state
+        if state not in MOVES[before]:
+            raise AssertionError(f"sample {sample.id} cannot go from {before} to {state}")
+        if before != "new":
+            seconds, spent_s = sample.seconds, now_s - sample.entered_s
+            seconds[before] = seconds.get(before, 0.0) + (spent_s if spent_s > 0.0 else 0.0)
         sample.state, sample.reason, sample.entered_s = state, transition.reason, now_s
-        if self._ledger is not None:
-            self._ledger.append(transition)
+        if self._record is not None:
+            self._record(transition)
 
     def close_unfinished(self, samples: Sequence[str], reason: str) -> None:
         """Records as dropped the samples that were in flight when an earlier process of the run ended."""
-        if self._ledger is not None:
+        if self._record is not None:
             for sample in samples:
-                self._ledger.append(Transition(sample, "dropped", reason, self._clock()))
+                self._record(Transition(sample, "dropped", reason, self._clock()))

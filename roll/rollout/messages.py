@@ -51,9 +51,9 @@ class SampleCommand:
 WorkerCommand: TypeAlias = EngineAssignment | SampleCommand
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, which would triple the time to make one
 class SampleResult:
-    """The result of a sample, without its tokens."""
+    """The result of a sample, without its tokens. Nothing changes it."""
 
     sample: str
     reward: float

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from roll.config.errors import RunError
 from roll.config.schema import RolloutConfig
 from roll.data.sample import Group, Sample
 from roll.data.task import Task
+from roll.data.tokenlog import TokenLog
 from roll.rollout.buffer_checkpoint import buffer_state, groups_by_part, samples_by_part, unfinished_groups
 from roll.rollout.lifecycle import ENDS, Lifecycle
 from roll.rollout.messages import SampleCommand
@@ -98,6 +100,8 @@ class RolloutScheduler:
         """By task id: how many workers its samples have killed or hung."""
         self._lengths = [0, 0]
         """Samples scored so far, and the sum of their response tokens."""
+        self._no_tokens = TokenLog()
+        """The log of all samples of the controller: rollout workers have the tokens."""
         self._committed: list[Sample] = []
         """Samples of the last batch, whose tokens are freed when the next one is requested."""
         self.next_group = 0
@@ -156,14 +160,14 @@ class RolloutScheduler:
     def mark_trained(self, rollout: RolloutBatch, version: int, untrained: Mapping[str, str] | None = None) -> None:
         """Records that the update to weights `version` used this batch, and issues new groups. Samples in `untrained`
         were left out of the update and are dropped with the reason given there."""
-        for sample in rollout.trained_samples:
-            if untrained and (reason := untrained.get(sample.id)):
-                self._lifecycle.move(sample, "dropped", reason)
+        reasons = untrained or {}
+        for reason, samples in groupby(rollout.trained_samples, lambda sample: reasons.get(sample.id, "")):
+            if reason:
+                self._lifecycle.move_all(samples, "dropped", reason)
             else:
-                self._lifecycle.move(sample, "trained", version=version)
-        for group in rollout.kept:
-            if group.baseline is not None:
-                self._lifecycle.move(group.baseline, "dropped", BASELINE)
+                self._lifecycle.move_all(samples, "trained", version=version)
+        greedy = [group.baseline for group in rollout.kept]
+        self._lifecycle.move_all((sample for sample in greedy if sample is not None), "dropped", BASELINE)
         self._group_table.remove_trained(rollout.kept)
         self._fill()
 
@@ -314,9 +318,9 @@ class RolloutScheduler:
     def _issue(self, draw: TaskDraw, priority: int) -> Group:
         index = self.next_group
         self.next_group += 1
-        config = self._config
+        config, temperature = self._config, self._temperature(draw.task)
         samples = [
-            Sample(f"{index}.{i}", draw.task, index, self._temperature(draw.task), priority=priority)
+            Sample(f"{index}.{i}", draw.task, index, temperature, self._no_tokens, priority=priority)
             for i in range(config.group_size)
         ]
         if self._greedy_baseline:
@@ -325,8 +329,8 @@ class RolloutScheduler:
         info: dict[str, Any] = {"task": draw.task.id, "group": index, "domain": draw.task.domain}
         if priority:
             info["priority"] = priority
-        for sample in samples:
-            self._lifecycle.move(sample, "queued", **({**info, "greedy": True} if sample.greedy else info))
+        self._lifecycle.move_all(samples[: config.group_size], "queued", **info)
+        self._lifecycle.move_all(samples[config.group_size :], "queued", **info, greedy=True)
         self._group_table.issue(group)
         self._group_tasks.start(group)
         return group
@@ -392,9 +396,8 @@ class RolloutScheduler:
         return self._group_filter(group)
 
     def _record_end(self, group: Group, reason: str) -> None:
-        for sample in group.samples:
-            if sample.state not in ENDS:
-                self._lifecycle.move(sample, "dropped", reason)
+        unfinished = [sample for sample in group.samples if sample.state not in ENDS]
+        self._lifecycle.move_all(unfinished, "dropped", reason)
         self._counters.count_group(group, reason)
 
     # Batch selection
@@ -453,8 +456,7 @@ class RolloutScheduler:
             return None
         if batch is not None and self._greedy_baseline:
             batch = batch.with_columns(baseline=baselines(chosen))
-        for sample in samples:
-            self._lifecycle.move(sample, "kept")
+        self._lifecycle.move_all(samples, "kept")
         if not self._config.max_staleness:
             self._drop_surplus()
         counters, self._counters = self._counters, StepCounters()

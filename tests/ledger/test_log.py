@@ -114,6 +114,31 @@ def test_a_record_says_what_json_would_say(transition: Transition) -> None:
     assert_holds(transition)
 
 
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.text(max_size=4),
+            st.sampled_from(["kept", "trained"]),
+            st.sampled_from(["", "why", "wh\u00fd"]),
+            st.integers(0, 1),
+            st.integers(0, 2),
+        ),
+        max_size=20,
+    ),
+    st.lists(st.dictionaries(st.text(max_size=2), values, max_size=2), min_size=3, max_size=3),
+)
+def test_samples_that_move_together_have_the_records_of_samples_that_move_alone(
+    moves: list[tuple[str, str, str, int, int]], infos: list[dict[str, Any]]
+) -> None:
+    times = [1.7e9, 1.7e9 + 0.25]
+    together = [Transition(sample, state, reason, times[t], infos[i]) for sample, state, reason, t, i in moves]
+    encoder = log.RecordEncoder()
+    assert [encoder.encode(each) for each in together] == [each.encode() for each in together]
+    for each in together:
+        assert_holds(each)
+
+
 @pytest.mark.parametrize("odd", ["", "a", '"', "\\", "\n", "\x7f", "é", "\u2028", "😀", "\ud800", "\0", 'a"b\\'])
 def test_a_record_escapes_as_json_does(odd: str) -> None:
     transition = Transition(odd, odd, odd, 1e22, {odd: odd, "list": [odd, 1, [2.5, None]], "big": 10**30})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -118,6 +118,31 @@ def test_a_move_is_timed_by_the_clock_or_by_who_saw_it() -> None:
     assert subject.seconds == {"queued": 3.5, "generating": 0.5 + 7.0}
     assert [record.time_s for record in moves.records] == [100.0, 103.5, 104.0, 103.0, 110.0]
     assert subject.entered_s == 110.0
+
+
+@pytest.mark.parametrize("old", ["new", "scored", "kept"])
+def test_samples_move_together_as_one_by_one_at_one_time(old: str) -> None:
+    one, all_ = Moves(), Moves()
+    times = iter([5.0, 6.0])
+    alone, together = ([sample(old, f"0.{i}") for i in range(3)] for _ in range(2))
+    life: Any = Lifecycle(cast(Any, one))
+    for subject in alone:
+        life.move(subject, sorted(MOVES[old])[0], "why", time_s=5.0, version=2)
+    life = Lifecycle(cast(Any, all_), clock=lambda: next(times))
+    life.move_all(iter(together), sorted(MOVES[old])[0], "why", version=2)
+    assert all_.records == one.records
+    ways = [[(s.id, s.state, s.reason, s.entered_s, s.seconds) for s in subjects] for subjects in (alone, together)]
+    assert ways[1] == ways[0]
+    assert next(times) == 6.0, "the clock is read once"
+
+
+def test_a_move_together_ends_at_the_first_sample_that_cannot_move() -> None:
+    moves: Any = Moves()
+    subjects = [sample("scored", "0.0"), sample("trained", "0.1"), sample("scored", "0.2")]
+    with pytest.raises(AssertionError, match=r"sample 0\.1 cannot go from trained to kept"):
+        Lifecycle(moves).move_all(subjects, "kept")
+    assert [subject.state for subject in subjects] == ["kept", "trained", "scored"]
+    assert [record.sample for record in moves.records] == ["0.0"]
 
 
 def test_samples_of_an_earlier_process_are_dropped_by_name() -> None:
