@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
 from json.encoder import encode_basestring_ascii as quote
@@ -88,7 +88,7 @@ class Trace:
         self._lanes = count(_FIRST_LANE)
         self._rows: dict[str, _Row] = {}
         self._controller = self._row("controller")
-        self._buffer_events(list(self._labels(self._controller, None)), self._controller)
+        self._label_controller()
 
     @classmethod
     def open(cls, folder: RunFolder, max_bytes: int = MAX_BYTES, keep_bytes: int = 0) -> Trace:
@@ -244,12 +244,16 @@ class Trace:
         fit, it begins the next file or is replaced by the event that says the trace is full."""
         if not self._writing:
             return
+        size = len(event) + 2  # characters are bytes: events are ASCII
+        if row.pid in self._labelled and (lane is None or lane in self._labelled) and size <= self._remaining_bytes:
+            self._buffer_events([event], size)
+            return
         events = [*self._labels(row, lane), event]
-        size = sum(map(len, events)) + 2 * len(events)  # characters are bytes: events are ASCII
+        size = _size_of(events)
         if size > self._remaining_bytes and self._next_path is not None:
             self._continue()
             events = [*self._labels(row, lane), event]
-            size = sum(map(len, events)) + 2 * len(events)
+            size = _size_of(events)
             if size > self._remaining_bytes:  # longer than a whole file
                 return
         if size > self._remaining_bytes:
@@ -258,11 +262,11 @@ class Trace:
                 f'{{"name":"the trace ends here: it has reached its limit of {self._max_bytes} bytes",'
                 f'"ph":"i","s":"g","ts":{self._newest_us},"pid":{self._controller.pid}}}'
             ]
-        self._buffer_events(events, row, lane)
-
-    def _buffer_events(self, events: list[str], row: _Row, lane: int | None = None) -> None:
+            size = _size_of(events)
         self._labelled |= {row.pid, lane or row.pid}
-        size = sum(map(len, events)) + 2 * len(events)
+        self._buffer_events(events, size)
+
+    def _buffer_events(self, events: list[str], size: int) -> None:
         self._remaining_bytes -= size
         self._buffer += events
         self._buffered += size
@@ -287,7 +291,12 @@ class Trace:
         except OSError as error:
             self._stop()
             raise RunError(f"cannot write to {self.path}: {error.strerror}") from error
-        self._buffer_events(list(self._labels(self._controller, None)), self._controller)
+        self._label_controller()
+
+    def _label_controller(self) -> None:
+        labels = list(self._labels(self._controller, None))
+        self._labelled.add(self._controller.pid)
+        self._buffer_events(labels, _size_of(labels))
 
     def _drain(self, end: str = "") -> None:
         text = end
@@ -315,6 +324,11 @@ class Trace:
         self._pending.clear()
         self._moved_us.clear()
         self._open.clear()
+
+
+def _size_of(events: Sequence[str]) -> int:
+    """Bytes of events with their separators."""
+    return sum(map(len, events)) + 2 * len(events)
 
 
 def trace_files(folder: RunFolder) -> list[Path]:
