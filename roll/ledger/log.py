@@ -79,7 +79,19 @@ class Transition:
 
     def encode(self) -> bytes:
         """The transition as a record of the ledger: JSON in ASCII, with null for numbers that JSON cannot express."""
-        return RecordEncoder().encode(self)
+        fields: dict[str, Any] = {"sample": self.sample, "state": self.state}
+        if self.reason:
+            fields["reason"] = self.reason
+        fields["time_s"] = self.time_s
+        if self.info:
+            fields["info"] = self.info
+        try:
+            payload = orjson.dumps(fields, option=_PLAIN_ONLY)
+        except TypeError:  # values that only `to_json` can write
+            payload = b""
+        if not payload or not payload.isascii():
+            payload = to_json(fields).encode("ascii")
+        return b"%08x %b\n" % (crc32(payload), payload)
 
     @classmethod
     def decode(cls, record: bytes) -> Transition:
@@ -88,47 +100,31 @@ class Transition:
 
 
 class RecordEncoder:
-    """Encodes transitions one by one. Transitions in a row that have the same time and info (the same objects), as those
-    of samples that move together have, share the encoding of these."""
+    """Encodes transitions one by one, each as `Transition.encode` does. Transitions in a row that have the same time and
+    info (the same objects), as those of samples that move together have, share the encoding of these."""
 
     def __init__(self) -> None:
-        self._last: Transition | None = None
+        self._last = Transition("", "", "", 0.0)
+        """The last transition that was encoded by itself."""
+        self._record = self._last.encode()
         self._shared = b""
-        """The last record's JSON after its sample."""
+        """What its record has after its sample; empty until another transition shares it."""
 
     def encode(self, transition: Transition) -> bytes:
         last = self._last
         if (
-            last is None
-            or transition.info is not last.info
+            transition.info is not last.info
             or transition.time_s is not last.time_s
             or transition.state != last.state
             or transition.reason != last.reason
+            or not (transition.sample.isascii() and last.sample.isascii())
         ):
-            self._shared = _shared_json(transition)
-            self._last = transition
-        name, shared = _ascii_json(transition.sample), self._shared
+            self._last, self._record, self._shared = transition, transition.encode(), b""
+            return self._record
+        if not self._shared:
+            self._shared = self._record[HEADER_BYTES + len(_BEGIN) + len(orjson.dumps(last.sample)) : -1]
+        name, shared = orjson.dumps(transition.sample), self._shared
         return b"%08x %b%b%b\n" % (crc32(shared, crc32(name, _CRC_OF_BEGIN)), _BEGIN, name, shared)
-
-
-def _shared_json(transition: Transition) -> bytes:
-    """A record's JSON after its sample."""
-    fields: dict[str, Any] = {"state": transition.state}
-    if transition.reason:
-        fields["reason"] = transition.reason
-    fields["time_s"] = transition.time_s
-    if transition.info:
-        fields["info"] = transition.info
-    return b"," + _ascii_json(fields)[1:]
-
-
-def _ascii_json(value: Any) -> bytes:
-    """Compact JSON in ASCII."""
-    try:
-        found = orjson.dumps(value, None, _PLAIN_ONLY)
-    except TypeError:  # values that only `to_json` can write
-        return to_json(value).encode("ascii")
-    return found if found.isascii() else to_json(value).encode("ascii")
 
 
 def gap(size: int) -> bytes:

@@ -13,16 +13,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
-
-import numpy as np
+from typing import ClassVar, TypeAlias
 
 from roll.cluster import Cluster, Dispatch, Worker, WorkerPlacement, dispatch
 from roll.config.schema import Config
 from roll.data.batch import token_block
 from roll.data.remote_columns import ColumnBlock
 from roll.data.sample import Sample
-from roll.data.tokenlog import branches
 from roll.model.chat import ChatRenderer
 from roll.model.find import find_model
 from roll.model.loading import context_of, load_tokenizer, stop_ids_of
@@ -41,6 +38,7 @@ from roll.rollout.messages import (
     WorkerCommand,
 )
 from roll.rollout.runner import Backends, EngineAssignments, SampleRunner
+from roll.rollout.sample_rows import rows_of
 from roll.rollout.transcript import Transcript, transcript_of
 from roll.run import RunFolder, Transition, write_samples
 from roll.workers.env import EnvWorker
@@ -248,12 +246,9 @@ class RolloutWorker(Worker):
     def write(self, step: int, final_states: Sequence[FinalState]) -> None:
         """Writes this worker's samples of a step into the run's folder, as one part if there are several workers."""
         assert self._run_folder is not None, "a worker without a run's folder has nowhere to write samples"
-        here = (
-            final for final in final_states if final.sample in self._samples
-        )  # samples of an earlier process are lost
-        write_samples(
-            self._run_folder, step, (_row(self._samples[final.sample], final) for final in here), part=self._part
-        )
+        here = [final for final in final_states if final.sample in self._samples]  # a former process had the others
+        rows = rows_of([self._samples[final.sample] for final in here], here)
+        write_samples(self._run_folder, step, rows, part=self._part)
 
     @dispatch(Dispatch.ONE)
     def save(self, folder: Path, samples: Sequence[str]) -> None:
@@ -328,29 +323,3 @@ def _result_of(sample: Sample) -> SampleResult:
         sample.turn_states,
         sample.answer,
     )
-
-
-def _row(sample: Sample, final: FinalState) -> dict[str, Any]:
-    return {
-        "sample": sample.id,
-        "task": sample.task.id,
-        "domain": sample.task.domain,
-        "group": sample.group,
-        "state": final.state,
-        "reason": final.reason,
-        "question": sample.task.question,
-        "answer": sample.task.answer,
-        "response": sample.response.text if sample.response else None,
-        "finish": sample.finish,
-        "reward": sample.reward,
-        "parts": sample.parts,
-        "turns": sample.turns,
-        "turn_rewards": sample.turn_rewards,
-        "tries": sample.tries,
-        "ids": sample.log.ids,
-        "loss_mask": sample.log.loss_mask.astype(np.int32),
-        "branches": [span.start for span in branches(sample.log.turn)],
-        "logprobs": np.round(sample.log.behaviour.astype(np.float64), 6),
-        "versions": sample.log.versions,
-        "seconds": {state: round(seconds, 4) for state, seconds in sample.seconds.items()},
-    }
