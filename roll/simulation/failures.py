@@ -38,14 +38,15 @@ class MortalLedger(Ledger):
         """Records that were not flushed are lost, or a share `written` of their bytes is in the file; later ones are
         ignored."""
         if self._descriptor >= 0:
-            os.write(self._descriptor, bytes(self._buffer)[: int(len(self._buffer) * written)])
+            lost = b"".join(self._buffer)
+            os.write(self._descriptor, lost[: int(len(lost) * written)])
             os.close(self._descriptor)
         self._descriptor = -1
 
     @property
     def lag(self) -> int:
         """Number of records that a kill would lose."""
-        return self._buffer.count(b"\n")
+        return b"".join(self._buffer).count(b"\n")
 
     def _add(self, records: bytes) -> None:
         if self._descriptor >= 0:
