@@ -106,8 +106,6 @@ class Router:
         pending = _PendingReservation(rank, samples, asyncio.get_running_loop().create_future())
         heapq.heappush(self._waiting, pending)
         self._serve_waiting()
-        if pending.reservation.done():  # an engine had free slots
-            return pending.reservation.result()
         try:
             return await self._wait_for(pending)
         except asyncio.CancelledError:
