@@ -170,7 +170,7 @@ class Mortal:
         """`is_line`: it is the caller that dies, so that the worker goes on with the calls it has."""
         self.inner = inner
         self.is_line = is_line
-        self.incarnation = 0
+        self.restart_count = 0
         self._death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -227,7 +227,7 @@ class Mortal:
 
     def replace(self, inner: Handle) -> None:
         self.kill()
-        self.inner, self.incarnation = inner, self.incarnation + 1
+        self.inner, self.restart_count = inner, self.restart_count + 1
         self._death = asyncio.get_running_loop().create_future()
 
 

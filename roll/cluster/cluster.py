@@ -108,9 +108,9 @@ class Cluster(Generic[W]):
         sent._pending = self._pending
         return sent
 
-    def incarnation(self, rank: int) -> int:
+    def restart_count(self, rank: int) -> int:
         """How often the worker has been restarted."""
-        return self._handles[rank].incarnation
+        return self._handles[rank].restart_count
 
     async def ping(self, rank: int, deadline_s: float) -> None:
         """Returns once the worker's process has answered; raises `WorkerDied` or `CallTimedOut`."""

@@ -35,7 +35,7 @@ class Handle(Protocol):
         ...
 
     @property
-    def incarnation(self) -> int:
+    def restart_count(self) -> int:
         """How often the worker has been restarted."""
         ...
 
@@ -133,7 +133,7 @@ class LocalHandle:
 
     def __init__(self, worker: Worker) -> None:
         self.placement = worker.placement
-        self.incarnation = 0
+        self.restart_count = 0
         self._worker = worker
 
     async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -159,7 +159,7 @@ class LocalHandle:
         await old.close()
         del old
         self._worker = make(self.placement)
-        self.incarnation += 1
+        self.restart_count += 1
         return self._worker
 
 

@@ -44,7 +44,7 @@ class ProcessHandle:
         log_bytes: int = LIMIT_BYTES,
     ) -> None:
         self.placement = placement
-        self.incarnation = 0
+        self.restart_count = 0
         self.bytes = 0
         """Bytes of calls and results so far."""
         self._make = make
@@ -135,7 +135,7 @@ class ProcessHandle:
     async def restart(self, silent_s: float) -> None:
         await self.end(_END_S)
         await self.start(silent_s)
-        self.incarnation += 1
+        self.restart_count += 1
 
     async def close(self, deadline_s: float) -> None:
         """Closes the worker, then kills its process, also if closing fails or takes longer than the deadline."""

@@ -166,14 +166,14 @@ class RayHandle:
         log: Path | None,
         deadline_s: float,
         where: str = "not started yet",
-        incarnation: int = 0,
+        restart_count: int = 0,
         batched_methods: frozenset[str] = frozenset(),
         byte_counter: ByteCounter | None = None,
     ) -> None:
         """`batched_methods`: the worker's methods whose calls are sent in batches. `deadline_s`: deadline of one batch;
         `Cluster` has deadlines for calls only."""
         self.placement = placement
-        self.incarnation = incarnation
+        self.restart_count = restart_count
         self._actor = actor
         self.log = log
         self._deadline_s = deadline_s
@@ -190,7 +190,7 @@ class RayHandle:
             self.log,
             self._deadline_s,
             self._where,
-            self.incarnation,
+            self.restart_count,
             self._batched_methods,
         )
         return RayHandle, state
@@ -327,7 +327,7 @@ class RayHandle:
         """Switches this handle to the actor of another handle: the restarted worker."""
         self._actor, self._where, self._location = other._actor, other._where, other._location
         self._batched_methods, self._batched_client = other._batched_methods, None
-        self.incarnation += 1
+        self.restart_count += 1
 
 
 def _result_or_raise(answer: Any) -> Any:

@@ -81,7 +81,7 @@ class WorkerStatus:
     """Seconds it has been in this state."""
     silent_s: float
     """Seconds since it last answered."""
-    incarnation: int
+    restart_count: int
     why: str
     """Its last error; empty if there was none."""
 
@@ -232,9 +232,9 @@ class _Watch:
         self._since_s = self._answered_s = _now_s()
 
     def status(self) -> WorkerStatus:
-        now_s, incarnation = _now_s(), self._cluster.incarnation(self._ranks[0])
+        now_s, restart_count = _now_s(), self._cluster.restart_count(self._ranks[0])
         return WorkerStatus(
-            self._worker, self._state, now_s - self._since_s, now_s - self._answered_s, incarnation, self._why
+            self._worker, self._state, now_s - self._since_s, now_s - self._answered_s, restart_count, self._why
         )
 
     async def run(self, delay_s: float) -> None:
@@ -256,7 +256,7 @@ class _Watch:
                     return
                 pinging = await self._restart_until_well(self._on_restored)
                 self._enter("well")
-                _log.info("%s is back, %d times restarted", self._worker, self._cluster.incarnation(self._ranks[0]))
+                _log.info("%s is back, %d times restarted", self._worker, self._cluster.restart_count(self._ranks[0]))
         except NodeLost as error:
             self._retire(error)
         except Exception as error:

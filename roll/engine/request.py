@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
 
+import numpy as np
+
 from roll.data.routes import Routes
 from roll.data.tokenlog import FloatArray, IntArray
 
@@ -96,8 +98,8 @@ class Request:
             raise ValueError(
                 f"request {self.id!r} has {len(self.ids)} tokens: there are no routes from number {self.routes_from} on"
             )
-        least, most = self.ids.min(), self.ids.max()
-        if least < 0 or most >= vocab:
+        if self.ids.view(np.uint32).max() >= vocab:  # a negative token is a large one without a sign
+            least, most = self.ids.min(), self.ids.max()
             raise ValueError(f"request {self.id!r} has tokens {least} to {most}, but the model knows 0 to {vocab - 1}")
         if fault := self.sampling.fault:
             raise ValueError(f"request {self.id!r} asks for {fault}")

@@ -34,8 +34,8 @@ class Publisher:
         """Held while weights change or are sent."""
         self._version: int | None = None
         self._members: frozenset[tuple[int, int]] | None = None
-        """Engines in the broadcast group with the trainer, each with its incarnation. None: any of them may still be in a
-        group with workers that died."""
+        """Engines in the broadcast group with the trainer, each with its restart count. None: any of them may still be in
+        a group with workers that died."""
 
     @asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:
@@ -96,7 +96,7 @@ class Publisher:
         """Has the trainer and the engines leave their broadcast group if its members are not exactly these engines: it
         has lost a member, or gets a restarted one."""
         engines = self._roles.engines
-        members = frozenset((rank, engines.incarnation(rank)) for rank in ranks)
+        members = frozenset((rank, engines.restart_count(rank)) for rank in ranks)
         if members == self._members or self._config.weight_sync.transport not in ("auto", "broadcast"):
             return
         await self._roles.actor.call(TrainWorker.leave_group)

@@ -31,7 +31,7 @@ class SlotReservation:
     """Reserved slots on an engine."""
 
     engine: int
-    incarnation: int
+    restart_count: int
     samples: int
 
 
@@ -50,7 +50,7 @@ class _Engine:
     """Tokens in its KV cache, as last reported; None before the first report."""
     since: int = 0
     """Slots reserved since that report."""
-    incarnation: int = 0
+    restart_count: int = 0
 
 
 class Router:
@@ -120,14 +120,14 @@ class Router:
         state.running += 1
         state.since += 1
         self._outdated.add(engine)
-        return SlotReservation(engine, state.incarnation, 1)
+        return SlotReservation(engine, state.restart_count, 1)
 
     def release(self, reservation: SlotReservation, samples: int | None = None) -> None:
         """Releases slots, by default all that are left. Has no effect on an engine that has died since."""
         engine = self._engines[reservation.engine]
         count = reservation.samples if samples is None else min(samples, reservation.samples)
         reservation.samples -= count
-        if reservation.incarnation != engine.incarnation or not count:
+        if reservation.restart_count != engine.restart_count or not count:
             return
         engine.running -= count
         engine.since = min(engine.since, engine.running)
@@ -170,7 +170,7 @@ class Router:
     def mark_dead(self, engine: int) -> None:
         """The engine died: it gets no groups until `add_engine`, and its reservations are void."""
         self._open_engines.discard(engine)
-        self._engines[engine] = _Engine(incarnation=self._engines[engine].incarnation + 1)
+        self._engines[engine] = _Engine(restart_count=self._engines[engine].restart_count + 1)
         self._engine_changed(engine)
 
     def add_engine(self, engine: int) -> None:
@@ -202,7 +202,7 @@ class Router:
             engine.running += pending.samples
             engine.since += pending.samples
             self._outdated.add(best)
-            pending.reservation.set_result(SlotReservation(best, engine.incarnation, pending.samples))
+            pending.reservation.set_result(SlotReservation(best, engine.restart_count, pending.samples))
 
     def _has_capacity(self, number: int, samples: int) -> bool:
         engine = self._engines[number]

@@ -46,7 +46,7 @@ class RemoteHandle(Generic[W]):
 
     def __init__(self, make: Callable[[WorkerPlacement], W], placement: WorkerPlacement, way_s: float) -> None:
         self.placement = placement
-        self.incarnation = 0
+        self.restart_count = 0
         self._make = make
         self._way_s = way_s
         self._calls: set[asyncio.Task[Any]] = set()
@@ -76,7 +76,7 @@ class RemoteHandle(Generic[W]):
     def restart(self) -> None:
         """Replaces a worker that died by a new one."""
         self.kill()
-        self.incarnation += 1
+        self.restart_count += 1
         self._begin()
 
     async def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

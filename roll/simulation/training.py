@@ -155,10 +155,10 @@ class Training:
         await world.pool.tokens.write(self.step, rollout.final_states())
 
     def _homes(self, rollout: RolloutBatch) -> set[tuple[int, int, bool]]:
-        """The workers that have the batch's tokens, with their incarnations."""
+        """The workers that have the batch's tokens, with their restart counts."""
         homes = {self.world.pool.tokens.locate(sample) for sample in rollout.trained_samples}
         handles = self.world.handles
-        return {(home, handles[home].incarnation, handles[home].alive) for home in homes if home is not None}
+        return {(home, handles[home].restart_count, handles[home].alive) for home in homes if home is not None}
 
     async def _publish(self, version: int) -> None:
         self.scheduler.before_publish(version)

@@ -48,7 +48,7 @@ def test_a_rank_is_pinged_and_restarted() -> None:
         await cluster.ping(0, 5)
         await cluster.restart(1)
         await cluster.ping(1, 5)
-        assert [cluster.incarnation(rank) for rank in range(3)] == [0, 1, 0]
+        assert [cluster.restart_count(rank) for rank in range(3)] == [0, 1, 0]
         assert [name for _, name in executor.restarts] == ["toy[1]"]
         await cluster.end(0)
         assert [handle.state for handle in handles] == ["dead", "well", "hung"]
@@ -62,12 +62,12 @@ def test_local_workers_are_always_well_and_made_again_in_this_process() -> None:
         await cluster.ping(1, 0.001)
         await cluster.end(1)
         assert await cluster.call_rank(1, Waiter.wait, 0) == "waiter[1]", "it ends with this process"
-        assert cluster.incarnation(1) == 0
+        assert cluster.restart_count(1) == 0
         before = [handle._worker for handle in cluster._handles]  # type: ignore[attr-defined]
         await cluster.restart(1)
         after = [handle._worker for handle in cluster._handles]  # type: ignore[attr-defined]
         assert (after[0] is before[0], after[1] is before[1]) == (True, False)
-        assert (cluster.incarnation(1), await cluster.call_rank(1, Waiter.wait, 0)) == (1, "waiter[1]")
+        assert (cluster.restart_count(1), await cluster.call_rank(1, Waiter.wait, 0)) == (1, "waiter[1]")
 
     run_virtually(main)
 
@@ -102,7 +102,7 @@ def test_a_subset_is_a_role_of_some_workers_that_keep_their_names() -> None:
         with pytest.raises(WorkerDied, match=r"^toy\[3\] died"):
             await some.ping(0, 5)
         await some.restart(0)
-        assert (some.incarnation(0), cluster.incarnation(3)) == (1, 1)
+        assert (some.restart_count(0), cluster.restart_count(3)) == (1, 1)
         assert [place.name for place in some.subset([1]).placements] == ["toy[1]"]
         with pytest.raises(ValueError, match="'toy' has no workers"):
             cluster.subset([])

@@ -220,8 +220,8 @@ def test_a_cluster_that_was_sent_leaves_the_group_to_its_owner_and_stays_with_it
         assert states(handles) == ["well"] * 3
         handles[0].answer = handles[0].at_once
         await cluster.restart(0)
-        assert (await cluster.call(Role.work), cluster.incarnation(1)) == ("rank[0]", 1)
-        assert sent.incarnation(1) == 0
+        assert (await cluster.call(Role.work), cluster.restart_count(1)) == ("rank[0]", 1)
+        assert sent.restart_count(1) == 0
         with pytest.raises(WorkerDied, match=r"^rank\[1\] died"):
             await sent.call_rank(1, Role.work)
 
@@ -252,7 +252,7 @@ def test_a_group_is_restarted_as_one() -> None:
         await cluster.restart(2)
         assert sorted(executor.restarts) == [(began_s, f"rank[{rank}]") for rank in range(3)]
         assert now_s() == began_s + executor.restart_s, "at the same time"
-        assert [cluster.incarnation(rank) for rank in range(3)] == [1, 1, 1]
+        assert [cluster.restart_count(rank) for rank in range(3)] == [1, 1, 1]
         assert await cluster.call(Role.work) == "rank[0]"
         assert cluster.group_failure is None
 

@@ -462,11 +462,11 @@ def test_a_restart_makes_the_worker_again_in_a_new_process(tmp_path: Path) -> No
         with pytest.raises(WorkerDied):
             await waiting
         assert not alive(before)
-        assert (ranks.incarnation(0), await ranks.call(Rank.heard)) == (1, [])
+        assert (ranks.restart_count(0), await ranks.call(Rank.heard)) == (1, [])
         with pytest.raises(WorkerDied):
             await ranks.call(Rank.die, int(signal.SIGKILL))
         await ranks.restart(0)
-        assert (ranks.incarnation(0), await ranks.call(Rank.echo, 5)) == (2, 5)
+        assert (ranks.restart_count(0), await ranks.call(Rank.echo, 5)) == (2, 5)
 
     with_ranks(use, log=tmp_path)
 

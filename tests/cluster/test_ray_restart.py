@@ -198,7 +198,7 @@ def test_a_stopped_worker_does_not_answer_until_it_goes_on(roles: Roles) -> None
 def test_a_worker_is_restarted_behind_the_same_handle(roles: Roles, how: str) -> None:
     async def use() -> None:
         mortals, handle = roles.mortals, roles.mortals._handles[1]
-        before, others = mortals.incarnation(1), await mortals.call_rank(0, Mortal.pid)
+        before, others = mortals.restart_count(1), await mortals.call_rank(0, Mortal.pid)
         old, cores = await mortals.call_rank(1, Mortal.pid), await mortals.call_rank(1, Mortal.cores)
         await mortals.call_rank(1, Mortal.remember, "then")
         copy = pickle.dumps(handle)
@@ -215,7 +215,7 @@ def test_a_worker_is_restarted_behind_the_same_handle(roles: Roles, how: str) ->
         if how == "blocked":
             assert (await blocked).startswith("mortal[1] died: ")
 
-        assert (handle is mortals._handles[1], mortals.incarnation(1)) == (True, before + 1)
+        assert (handle is mortals._handles[1], mortals.restart_count(1)) == (True, before + 1)
         new = await mortals.call_rank(1, Mortal.pid)
         assert new not in (old, others)
         assert await mortals.call_rank(1, Mortal.cores) == cores
@@ -226,7 +226,7 @@ def test_a_worker_is_restarted_behind_the_same_handle(roles: Roles, how: str) ->
         assert pids_in(log).index(old) < pids_in(log).index(new)
 
         stale, fresh = pickle.loads(copy), pickle.loads(pickle.dumps(handle))
-        assert (stale.incarnation, fresh.incarnation) == (before, before + 1)
+        assert (stale.restart_count, fresh.restart_count) == (before, before + 1)
         assert (await lost(stale.call("pid", [], {}))).startswith("mortal[1] died: ")
         assert (await lost(stale.ping(5))).startswith("mortal[1] died: ")
         assert await fresh.call("pid", [], {}) == new
@@ -266,7 +266,7 @@ def test_a_worker_that_falls_silent_while_it_starts_again_is_given_up_and_ended(
     roles: Roles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def use() -> None:
-        mortals, before = roles.mortals, roles.mortals.incarnation(1)
+        mortals, before = roles.mortals, roles.mortals.restart_count(1)
         (roles.notes / "mortal[1].stopped").touch()
         with monkeypatch.context() as patch:
             patch.setattr(roles.executor, "_silent_s", 2.0)
@@ -274,7 +274,7 @@ def test_a_worker_that_falls_silent_while_it_starts_again_is_given_up_and_ended(
                 await mortals.restart(1)
         assert not alive(pids_in(roles.notes / "logs" / "mortal-1.log")[-1])
         await mortals.restart(1)
-        assert mortals.incarnation(1) == before + 1
+        assert mortals.restart_count(1) == before + 1
         await mortals.call_rank(1, Mortal.pid)
 
     roles.run(use())
@@ -284,7 +284,7 @@ def test_a_restart_that_fails_leaves_a_dead_worker_that_may_be_restarted_again(
     roles: Roles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def use() -> None:
-        mortals, before = roles.mortals, roles.mortals.incarnation(1)
+        mortals, before = roles.mortals, roles.mortals.restart_count(1)
         pid = await mortals.call_rank(1, Mortal.pid)
         with monkeypatch.context() as patch:
             patch.setattr(PidHandle, "end", lambda process, deadline_s: False)
@@ -307,11 +307,11 @@ def test_a_restart_that_fails_leaves_a_dead_worker_that_may_be_restarted_again(
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
-        assert mortals.incarnation(1) == before
+        assert mortals.restart_count(1) == before
         broken.unlink()
         await mortals.restart(1)
         assert await mortals.call_rank(1, Mortal.pid) > 0
-        assert mortals.incarnation(1) == before + 1
+        assert mortals.restart_count(1) == before + 1
 
     roles.run(use())
 

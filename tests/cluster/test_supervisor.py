@@ -46,19 +46,19 @@ def test_workers_that_are_well_are_pinged_in_turn_and_left_alone() -> None:
 def test_a_death_is_reported_at_once_and_the_worker_restarted_and_the_next_one_too() -> None:
     async def use(watched: Watched) -> None:
         await asyncio.sleep(10)
-        for incarnation in range(3):
+        for restart_count in range(3):
             began_s = now_s()
             watched.handles[1].become("dead")
             await asyncio.sleep(SOON_S)
             ((lost_s, rank, why),) = watched.lost
             assert lost_s <= began_s + SOON_S
-            assert (rank, why) == (1, f"toy[1] died: killed, as number {incarnation}")
+            assert (rank, why) == (1, f"toy[1] died: killed, as number {restart_count}")
             await asyncio.sleep(20)
             ((restart_s, name),), ((restored_s, back),) = watched.executor.restarts, watched.restored
             assert (name, back) == ("toy[1]", 1)
-            assert restart_s == pytest.approx(lost_s + 0.5 * 2**incarnation)
+            assert restart_s == pytest.approx(lost_s + 0.5 * 2**restart_count)
             assert restored_s == pytest.approx(restart_s + watched.executor.restart_s)
-            assert watched.cluster.incarnation(1) == incarnation + 1
+            assert watched.cluster.restart_count(1) == restart_count + 1
             assert watched.states == ["well"] * 3
             for noted in (watched.lost, watched.executor.restarts, watched.restored):
                 noted.clear()
@@ -138,7 +138,7 @@ def test_a_condemned_worker_is_restarted_though_it_answers() -> None:
         assert watched.lost == [(10.51, 1, "toy[1] died: it answers nonsense")]
         watched.supervisor.mark_unhealthy("toy", 1, "it is lost already")
         await asyncio.sleep(30)
-        assert watched.cluster.incarnation(1) == len(watched.restored) == len(watched.lost) == 1
+        assert watched.cluster.restart_count(1) == len(watched.restored) == len(watched.lost) == 1
         assert watched.states == ["well"] * 3
         watched.supervisor.mark_unhealthy("toy", 0, "")
         await asyncio.sleep(10)
@@ -157,7 +157,7 @@ def test_a_worker_condemned_while_it_is_restored_is_restarted_again() -> None:
 
         watched.restore = restore
         await watched.kill(0, until_well_s=20)
-        assert (watched.cluster.incarnation(0), len(watched.lost)) == (2, 1)
+        assert (watched.cluster.restart_count(0), len(watched.lost)) == (2, 1)
         assert watched.states == ["well"] * 3
 
     watching(use)
@@ -360,7 +360,7 @@ def test_a_restoration_that_fails_counts_and_the_worker_is_restarted_again() -> 
         watched.restore = restore
         await watched.kill(2, until_well_s=30)
         assert tries == [2, 2, 2]
-        assert watched.cluster.incarnation(2) == 3
+        assert watched.cluster.restart_count(2) == 3
         assert [rank for _, rank, _ in watched.lost] == [2]
         assert watched.states == ["well"] * 3
         watched.restore = fails_always
@@ -395,7 +395,7 @@ def test_a_worker_lost_while_it_is_restored_is_restarted_again(state: Any) -> No
         watched.restore = restore
         await watched.kill(0, until_well_s=50)
         assert ended == ["cancelled"]
-        assert watched.cluster.incarnation(0) == 2
+        assert watched.cluster.restart_count(0) == 2
         assert len(watched.lost) == 1
         assert watched.states == ["well"] * 3
         (_, first), (_, second) = [(name, at) for at, name in watched.executor.restarts]
@@ -413,7 +413,7 @@ def test_a_restoration_that_never_ends_has_a_deadline_also_if_it_holds_on() -> N
 
         watched.restore = restore
         await watched.kill(0, until_well_s=watched.executor.deadline_s + 15)
-        assert watched.cluster.incarnation(0) == 2
+        assert watched.cluster.restart_count(0) == 2
         assert watched.states == ["well"] * 3
         assert watched.supervisor.status()[0].why == "toy[0] has not answered its restoration for 100 s"
         await asyncio.sleep(60)
@@ -460,7 +460,7 @@ def test_a_restoration_that_somebody_cancels_is_a_failure() -> None:
 
         watched.restore = restore
         await watched.kill(0, until_well_s=20)
-        assert watched.cluster.incarnation(0) == 2
+        assert watched.cluster.restart_count(0) == 2
         assert watched.states == ["well"] * 3
         assert watched.supervisor.status()[0].why == "toy[0] could not be restored: that was cancelled"
 
@@ -562,7 +562,7 @@ def test_status_says_what_is_being_done_and_since_when() -> None:
         def first() -> tuple[str, float, float, int, str]:
             one = watched.supervisor.status()[0]
             assert one.worker == "toy[0]"
-            return one.state, round(one.since_s, 3), round(one.silent_s, 3), one.incarnation, one.why
+            return one.state, round(one.since_s, 3), round(one.silent_s, 3), one.restart_count, one.why
 
         watched.restore = restore
         await asyncio.sleep(3.5)

@@ -54,7 +54,7 @@ class ToyHandle:
 
     def __init__(self, place: WorkerPlacement) -> None:
         self.placement = place
-        self.incarnation = 0
+        self.restart_count = 0
         self.state: Literal["well", "dead", "hung"] = "well"
         self.deaf = 0
         """So many pings are not heard."""
@@ -83,7 +83,7 @@ class ToyHandle:
         except TimeoutError:
             raise CallTimedOut(self.placement.name, "ping", deadline_s) from None
         if self.state == "dead":
-            raise WorkerDied(self.placement.name, f"killed, as number {self.incarnation}")
+            raise WorkerDied(self.placement.name, f"killed, as number {self.restart_count}")
 
 
 class ToyExecutor:
@@ -111,7 +111,7 @@ class ToyExecutor:
         await asyncio.sleep(self.restart_s)
         if errors := self.errors.get(handle.placement.name):
             raise errors.pop(0)
-        handle.incarnation += 1
+        handle.restart_count += 1
         handle.become("well")
 
 

@@ -518,7 +518,7 @@ def test_any_coming_and_going_keeps_what_the_router_promises(
         """Tokens an engine said, and the samples it got since."""
 
         def alive(name: str) -> bool:
-            return guests.tickets[name].incarnation == lives[guests.tickets[name].engine]
+            return guests.tickets[name].restart_count == lives[guests.tickets[name].engine]
 
         def samples(engine: int) -> int:
             return sum(t.samples for n, t in guests.tickets.items() if t.engine == engine and alive(n))
