@@ -25,7 +25,7 @@ from roll.pipeline.preflight import check_folder, check_has_rollouts
 from roll.pipeline.prepare import prepare
 from roll.pipeline.recorder import Recorder
 from roll.pipeline.report import PlainReporter, Reporter
-from roll.pipeline.resume import ResumePoint, find_resume_point, newest_checkpoint
+from roll.pipeline.resume import ResumePoint, find_resume_point, newest_checkpoint, with_saved_precision
 from roll.pipeline.roles import TrainRoles, inventory_of
 from roll.pipeline.run_code import Chosen, Code, code_to_resume
 from roll.pipeline.sft_eval import SFTEval
@@ -72,7 +72,7 @@ def train(
         chosen = Chosen(config, given, config_to_save(config, given))
     for warning in chosen.messages:
         reporter.warned(warning)
-    config = chosen.config
+    config = with_saved_precision(chosen.config, RunFolder.open(run_dir)) if resume else chosen.config
     pipeline = prepare(config, **chosen.given, found=None if resume else found)
     with executor_of(config) if executor is None else nullcontext(executor) as executor:
         plan = make_plan(pipeline.config, pipeline.requirements, inventory_of(config, executor))

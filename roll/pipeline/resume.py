@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from roll.config import Config, UserError, changed_keys, load_config
 from roll.config.error_messages import format_value
 from roll.config.hints import option, resume_command
@@ -45,6 +47,10 @@ IMMUTABLE = {
 """Settings that a run cannot change when it resumes, and why. A name with a trailing dot is a section."""
 MUTABLE = ("data.epochs", "reward.workers", "reward.deadline_s", "reward.max_attempts")
 """Exceptions: settings in those sections that may change."""
+
+
+PRECISIONS = {"F32": "fp32", "BF16": "bf16"}
+"""Values of `model.dtype`, by the names of safetensors."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +151,30 @@ def newest_checkpoint(folder: RunFolder) -> Checkpoint | None:
             f"holds none: put it back and resume, or start over with {option('restart')}, which moves this run aside"
         )
     return checkpoint
+
+
+def with_saved_precision(config: Config, folder: RunFolder) -> Config:
+    """The config, with the precision of the newest checkpoint where it says `auto`: what that means depends on the
+    machine, and a run keeps its precision on another one."""
+    checkpoint = Checkpoints(folder).latest() if config.model.dtype == "auto" else None
+    saved = None if checkpoint is None else _saved_precision(checkpoint)
+    if saved is None:
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": saved})})
+
+
+def _saved_precision(checkpoint: Checkpoint) -> str | None:
+    """The precision of a checkpoint's weights or adapters; None if its model folder has none, because ranks wrote them,
+    or if they cannot be read: `verify` says what is damaged."""
+    for file in sorted((checkpoint.path / "model").glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="numpy") as weights:
+                kinds = {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError):
+            return None
+        if len(names := kinds & PRECISIONS.keys()) == 1:
+            return PRECISIONS[names.pop()]
+    return None
 
 
 def _last_saved_step(folder: RunFolder) -> int | None:

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load
 from small_runs import SMALL, TINY, Remains
 from thorough import but
 
 from roll.config import Config, UserError, load_config, schema_tree
+from roll.model import loading
 from roll.pipeline.entrypoints import train
 from roll.pipeline.report import PlainReporter, SilentReporter
 from roll.pipeline.resume import IMMUTABLE, MUTABLE, changes_since, refuse_changes
@@ -41,6 +44,19 @@ def resume(run: Remains, *overrides: str, base: tuple[str, ...] = SAVING) -> lis
 def changed(run: Remains) -> list[tuple[int, str, Any, Any]]:
     events = History(run.folder).read()
     return [(e["step"], e["key"], e["before"], e["after"]) for e in events if e["event"] == "changed"]
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_run_keeps_its_precision_on_a_machine_that_would_choose_another(
+    fast: bool, run_small: Callable[..., Remains], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`model.dtype: auto` is bf16 where that is fast."""
+    monkeypatch.setattr(loading, "cpu_multiplies_bf16", lambda: fast)
+    run = run_small("train.steps=2", base=SAVING)
+    monkeypatch.setattr(loading, "cpu_multiplies_bf16", lambda: not fast)
+    resume(run, "train.steps=3")
+    assert {tensor.dtype for tensor in load(run.weights()).values()} == {torch.bfloat16 if fast else torch.float32}
+    assert load_config(run.folder.config_path).model.dtype == "auto"
 
 
 def test_a_learning_rate_changed_on_resume_is_used_and_on_record(run_small: Callable[..., Remains]) -> None:
