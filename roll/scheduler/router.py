@@ -144,8 +144,9 @@ class Router:
             self._serve_waiting()
 
     def report(self, engine: int, cached_tokens: int) -> None:
-        """Records how many tokens an engine has in its KV cache."""
-        self._engines[engine].cached, self._engines[engine].since = cached_tokens, 0
+        """Records how many tokens an engine has in its KV cache. What an idle engine keeps gives way to new samples."""
+        state = self._engines[engine]
+        state.cached, state.since = cached_tokens if state.running else 0, 0
         self._engine_changed(engine)
 
     def pause_admission(self, paused: bool, reason: str = "weights") -> None:

@@ -129,13 +129,13 @@ def test_a_run_begins_from_shards_over_ranks_and_in_one_process(
     over_ranks: Remains, run_small: Callable[..., Remains]
 ) -> None:
     """Actor and reference, of the newest checkpoint or of one that is named."""
-    named = f"model={over_ranks.path / 'checkpoints' / 'step-000002' / 'model'}"
+    named = f"model={over_ranks.path / 'checkpoints' / 'step-000004' / 'model'}"
     beside = ("algorithm.kl_coef=0.1", "train.steps=1", "train.lr=1e-12")
     ranks = run_small(named, RANKS, f"roles.reference={SHARDED}", *beside, name="ranks", base=EXACT)
     alone = run_small(named, *beside, name="alone", base=EXACT)
     assert ranks.samples() == alone.samples()
-    begun, two = masters(ranks, 1), masters(over_ranks, 2)
-    assert all(torch.allclose(begun[name], two[name], rtol=0, atol=1e-9) for name in two)
+    begun, four = masters(ranks, 1), masters(over_ranks, 4)
+    assert all(torch.allclose(begun[name], four[name], rtol=0, atol=1e-9) for name in four)
     assert same_bits(load_model(find_model(str(over_ranks.path)), torch.float32, 0), masters(over_ranks, 6))
 
 
