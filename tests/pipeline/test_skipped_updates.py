@@ -18,14 +18,8 @@ GROUP_BY_GROUP = (
     *(*PATIENT, "train.steps=3", "rollout.groups_per_step=3", "train.updates_per_step=3"),
     *("algorithm=raft_pp", f"algorithm.positive_above={ABOVE}"),
 )
+SICK_IF_ODD = f"{REWARDS.parent / 'odd_losses.py'}:sick_if_odd"
 RAY = ("executor=ray", "ray.object_store_gb=0.2", "ray.start_deadline_s=600", "ray.call_deadline_s=600")
-
-
-def sick_if_odd(inputs):  # type: ignore[no-untyped-def]
-    """A loss that is not finite where it sees an odd number of samples."""
-    from roll.algorithm.loss_inputs import TokenLoss
-
-    return TokenLoss(inputs.current / (inputs.sample.max() % 2))
 
 
 def too_large(values: Tensor, before: Tensor, returns: Tensor, clip: float | None) -> Tensor:
@@ -46,7 +40,7 @@ def ends_of(run: Remains) -> dict[str, tuple[str, str]]:
 @pytest.mark.parametrize("executor", ["local", pytest.param("ray", marks=pytest.mark.slow)])
 def test_samples_end_as_the_update_they_were_in(run_small: Callable[..., Remains], executor: str) -> None:
     """Each group is an update of its own, with its better samples; an odd number of them is skipped."""
-    run = run_small(*GROUP_BY_GROUP, f"algorithm.loss={__file__}:sick_if_odd", *(RAY if executor == "ray" else ()))
+    run = run_small(*GROUP_BY_GROUP, f"algorithm.loss={SICK_IF_ODD}", *(RAY if executor == "ray" else ()))
     ends, metrics = ends_of(run), [row for row in run.metrics() if "samples/trained" in row]
     for rows, row in zip(run.samples().values(), metrics, strict=True):
         better = Counter(sample["group"] for sample in rows if sample["reward"] > ABOVE)
