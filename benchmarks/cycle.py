@@ -88,7 +88,7 @@ def least(of: list[Seconds]) -> Seconds:
 
 
 def cycle_seconds(tree: Path, config: str, settings: list[str], steps: int, weight: int | None) -> Cycle:
-    """Edits the reward and trains until so many steps are on record."""
+    """Edits the reward and trains until this number of steps is recorded."""
     mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as folder:
         reward = Path(folder) / "reward.py"

@@ -305,7 +305,7 @@ class RayExecutor:
             self._watch.stop()
             self._watch = None
         if self._connecting is not None:
-            with suppress(Exception):  # nobody needs the connection any more
+            with suppress(Exception):  # the run ends before it needs Ray, so a failed start is not reported
                 self.connect()
             self._connecting = None
         if self._connected_here:

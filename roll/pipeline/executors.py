@@ -47,7 +47,8 @@ def executor_of(config: Config) -> Iterator[Executor]:
 
 @contextmanager
 def connecting_executor_of(config: Config) -> Iterator[Executor]:
-    """As `executor_of`, but the executor connects while the block goes on, with importing libraries for example."""
+    """As `executor_of`, but the executor connects in a thread while the block runs, for example while it imports
+    libraries."""
     with executor_of(config) as executor:
         executor.start_connecting()
         yield executor

@@ -215,7 +215,7 @@ def _before(text: str, token: re.Match[str]) -> str:
 
 
 def _is_contrasted(before: str) -> bool:
-    """Whether a numeral is set against the answer: `rather than 5`."""
+    """Whether the text rejects a numeral: `rather than 5`."""
     return _has_cue(before) and _CONTRASTED.search(before) is not None
 
 
@@ -225,7 +225,8 @@ def _has_cue(before: str) -> bool:
 
 
 def _numeral(text: str, token: re.Match[str]) -> Numeral | None:
-    """The numeral of a token; None for a command without digits, and for a numeral that is set against the answer."""
+    """The numeral of a token; None for a command without digits, and for a numeral that the text rejects: `rather than
+    5`."""
     if token["command"]:
         has_digits = any(character.isdigit() for character in token["command"]) and not _is_layout(token["command"])
         return Numeral(token.start("command"), token.end(), None) if has_digits else None

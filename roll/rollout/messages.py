@@ -53,7 +53,7 @@ WorkerCommand: TypeAlias = EngineAssignment | SampleCommand
 
 @dataclass(slots=True)  # not frozen, which would triple the time to make one
 class SampleResult:
-    """The result of a sample, without its tokens. Nothing changes it."""
+    """The result of a sample, without its tokens. It is never modified."""
 
     sample: str
     reward: float

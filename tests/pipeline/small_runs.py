@@ -94,7 +94,7 @@ def start_roll(
     """`environment`: variables that all processes it starts have. `errors`: the file of its standard error, where that
     is not the file of its output. `before`: a function of a module that the process calls first.
 
-    Ray tells the processes of a cluster by a variable too whether it wants a token; the fork server may have started
+    Ray's processes learn from a variable whether a token is required; the fork server may have started
     before this process learned it."""
     variables = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE"), **(environment or {})}
     files = (str(output), str(errors or output))
